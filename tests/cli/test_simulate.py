@@ -72,7 +72,9 @@ def test_accuracies_and_a_device_from_files(capsys, tmp_path):
 def test_this_cpu_is_measured_on_request(capsys, monkeypatch):
     from medusa_decoding.roofline.devices import Device
 
-    monkeypatch.setattr("medusa_decoding.cli.simulate.probe_device", lambda kind: Device(kind, 1e11, 1e10, "float32"))
+    monkeypatch.setattr(
+        "medusa_decoding.roofline.probe_device.probe_device", lambda kind: Device(kind, 1e11, 1e10, "float32")
+    )
     result = json.loads(run(capsys, "--device", "cpu", "--json")[1])
     assert result["device"]["name"] == "cpu"
     assert result["device"]["dtype"] == "float32"

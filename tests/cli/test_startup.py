@@ -1,4 +1,4 @@
-"""Help, the version and typing errors answer without importing torch, and other libraries stay quiet."""
+"""Help, the version, typing errors, trees and simulations need no torch, and other libraries stay quiet."""
 
 import os
 import re
@@ -9,6 +9,7 @@ import sys
 import pytest
 
 from medusa_decoding.cli import COMMANDS, main
+from medusa_decoding.trees.calibration import NONE, Calibration
 
 SLOW = {"torch", "transformers", "triton", "numpy", "rich", "accelerate"}
 RUN = """
@@ -50,6 +51,18 @@ def test_answers_that_need_no_model_import_no_torch(argv, code, words):
     assert got == code
     assert words in out + err
     assert not SLOW & set(out.split("imported:")[1].split())
+
+
+def test_trees_and_simulations_import_no_torch(tmp_path):
+    Calibration(2, 2, {(0, 0): 5, (1, 1): 4, (NONE, NONE): 1}).save(tmp_path / "c.json")
+    for argv in (
+        ["tree", "show", "chain:2", "--accuracies", tmp_path / "c.json"],
+        ["tree", "search", "--calibration", tmp_path / "c.json", "--nodes", "3", "--held-out", tmp_path / "c.json"],
+        ["simulate", "--accuracies", tmp_path / "c.json", "--nodes", "3"],
+    ):
+        code, out, err = run(*map(str, argv))
+        assert code == 0, err
+        assert not {"torch", "transformers"} & set(out.split("imported:")[1].split())
 
 
 HEADER = b"GGUF" + bytes(20) + struct.pack("<Q20sIQ", 20, b"general.architecture", 8, 5)

@@ -63,7 +63,6 @@ def refused(response, status=400):
         (CHAT, {"function_call": "auto"}, "function_call"),
         (CHAT, {"audio": {"voice": "alloy", "format": "mp3"}}, "audio"),
         (CHAT, {"modalities": ["audio"]}, "modalities[0]"),
-        (CHAT, {"reasoning_effort": "low"}, "reasoning_effort"),
         (CHAT, {"verbosity": "low"}, "verbosity"),
         (CHAT, {"web_search_options": {}}, "web_search_options"),
         (CHAT, {"tool_choice": "sometimes"}, "tool_choice"),
@@ -156,7 +155,7 @@ def test_tokens_are_those_that_prompts_run_as(server, encoder, tokenizer):
     plain = post(server, "/tokenize", prompt="na\u00efve <|end|>").json()
     assert plain["tokens"] == tokenizer("na\u00efve <|end|>")["input_ids"]
     assert plain["token_strs"] is None
-    assert post(server, "/tokenize", prompt="", continue_final_message=False).json()["tokens"] == []
+    assert post(server, "/tokenize", prompt="", add_generation_prompt=True).json()["tokens"] == []
     assert post(server, "/detokenize", tokens=[]).json()["prompt"] == ""
 
 
@@ -166,7 +165,7 @@ def test_tokens_are_those_that_prompts_run_as(server, encoder, tokenizer):
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": "a", "messages": MESSAGES}, "prompt"),
         ("/tokenize", {"prompt": "\ud800"}, "prompt"),
-        ("/tokenize", {"prompt": "a", "add_generation_prompt": True}, "add_generation_prompt"),
+        ("/tokenize", {"prompt": "a", "add_generation_prompt": False}, "add_generation_prompt"),
         ("/tokenize", {"messages": MESSAGES, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs"),
         ("/detokenize", {"tokens": [10**6]}, "tokens"),
     ],

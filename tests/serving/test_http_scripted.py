@@ -166,6 +166,18 @@ def test_a_chat_template_gets_variables_of_the_request(scripted, tokenizer, tmp_
     assert tokenizer.decode(merry) == "<|user|>merry<|assistant|>"
 
 
+def test_a_chat_template_gets_the_reasoning_effort(scripted, encoder, tokenizer, tmp_path):
+    (tmp_path / "effort.jinja").write_text("<|user|>{{ reasoning_effort }}<|assistant|>")
+    engine = scripted("one")
+    with live(engine, ChatTemplate(tokenizer, str(tmp_path / "effort.jinja"))) as server:
+        ask(server, reasoning_effort="low", extra_body={"chat_template_kwargs": {"reasoning_effort": "high"}})
+    with live(engine, encoder) as server:  # whose template does not read it
+        ask(server, reasoning_effort="none")
+    read, ignored = (tokenizer.decode(asked["prompt"]) for asked in engine.asked)
+    assert read == "<|user|>low<|assistant|>"
+    assert ignored == encoder.render(MESSAGES)
+
+
 def test_the_models_own_stop_strings_end_answers(scripted, encoder, demo, monkeypatch):
     monkeypatch.setattr(demo.backbone.causal_lm.generation_config, "stop_strings", "three")
     with live(scripted("one two three four"), encoder) as server:

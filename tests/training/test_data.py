@@ -278,14 +278,17 @@ def test_text_that_is_not_read_is_counted_by_its_key(tmp_path, caplog):
         {"system": "Be brief.", "messages": [{"role": "system", "content": "Speak."}, *MESSAGES["messages"]]},
         {"text": "Once.", "context": "A tale."},
         {"prompt": "Hi", "context": "A tale.", "history": [["One?", "Two"]], "chosen": MESSAGES["messages"]},
+        MESSAGES | {"weight": 0, "loss": 1},
+        {"text": "Once.", "train": False},
     )
     report = Report()
-    assert len(read(path, report)) == 6
+    assert len(read(path, report)) == 8
     notes = {"persona": 2, "options": 1, "thinking of a turn": 1, "system": 1, "context": 2, "history": 1}
+    notes |= {"weight": 1, "train": 1}
     assert dict(report.notes) == {f"{key!r} is not read": count for key, count in notes.items()}
     assert "\n  noted: 2 x 'persona' is not read\n" in str(report)
     read_prompts([path])
-    assert "in 2 of 6 prompts 'persona' is not read" in caplog.text
+    assert "in 2 of 8 prompts 'persona' is not read" in caplog.text
     many = write_lines(tmp_path / "b.jsonl", *(MESSAGES | {f"field {n}": "x y"} for n in range(99)))
     report = Report()
     read(many, report)

@@ -12,11 +12,11 @@ from limits import MIB, bounded
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.calibration import collect as module
 from medusa_decoding.calibration.collect import calibrate
-from medusa_decoding.calibration.texts import Settings, Writer, shared_prompts
+from medusa_decoding.calibration.texts import Settings, Writer
 from medusa_decoding.checkpoints.accuracies import read_accuracies
 from medusa_decoding.evaluation import Prompt
 from medusa_decoding.generation.request import row_seed
-from medusa_decoding.trees.calibration import NONE, Calibration, wilson
+from medusa_decoding.trees.calibration import NONE, Calibration, shared_prompts, wilson
 from medusa_decoding.trees.replay import walk
 from medusa_kernels import gumbel_noise
 

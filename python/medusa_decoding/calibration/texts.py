@@ -146,21 +146,5 @@ class Writer:
             return _hash([self._chat.encode(SAMPLE_CHAT[:1]), str(error)], 8)
 
 
-def shared_prompts(one: Any, other: Any) -> int | None:
-    """Count the prompts of one set that are also in another one; None if a set does not tell.
-
-    Both are `prompts` of what `Writer.describe` returned, or any other value that a file has there.
-    """
-    if not (isinstance(one, dict) and isinstance(other, dict) and one and other):
-        return None
-    if one == other:
-        return int(one.get("count", 1))
-    first, second = one.get("each"), other.get("each")
-    if not (isinstance(first, list) and isinstance(second, list)):  # older files do not have these
-        return None
-    known = set(map(str, second))
-    return sum(str(name) in known for name in first)
-
-
 def _hash(content: Any, size: int) -> str:
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=size).hexdigest()

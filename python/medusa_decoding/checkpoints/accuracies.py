@@ -11,13 +11,14 @@ import operator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from medusa_decoding.decode.adaptive.acceptance import VICUNA_7B
 from medusa_decoding.files import parse_json, read_json
-from medusa_decoding.heads import MAX_TOP_K, MedusaHeads
-from medusa_decoding.provenance import fingerprint
 from medusa_decoding.trees.calibration import Calibration
+
+if TYPE_CHECKING:  # files of accuracies are read without torch
+    from medusa_decoding.heads import MedusaHeads
 
 CALIBRATION, MEASURED, PUBLISHED = "calibration.json", "measured.json", "published"
 """Sources: the file of `medusa calibrate`, the file of the trainer (both next to the heads), other heads' figures."""
@@ -119,6 +120,8 @@ def load_accuracies(
     file: Path, source: str, folder: Path, heads: MedusaHeads, base_model: str | None = None
 ) -> Accuracies:
     """Read the accuracies of one file; `source` says which kind of file it is, the rest is as in `find_accuracies`."""
+    from medusa_decoding.provenance import fingerprint
+
     rows = read_accuracies(file)
     if len(rows) != heads.num_heads:
         raise ValueError(f"{file}: expected accuracies of {heads.num_heads} heads, got {len(rows)}")
@@ -200,4 +203,6 @@ def read_accuracies(path: str | Path) -> list[list[float]]:
 
 
 def _max_ranks(heads: MedusaHeads) -> int:
+    from medusa_decoding.heads import MAX_TOP_K
+
     return min(MAX_TOP_K, heads.num_candidates)

@@ -1,8 +1,8 @@
 """The `medusa` command: `parsers` has the arguments of each subcommand, and a module of its own runs it.
 
 Exit codes: 2 after bad input (with one clear line), 130 after Ctrl-C, 141 when nobody reads the output any more. torch
-is imported when a command runs: --help, --version and typing errors answer at once, and Ctrl-C also works during the
-seconds that the import takes.
+is imported when a command that computes runs: --help, --version, typing errors, trees and simulations answer at once,
+and Ctrl-C also works during the seconds that the import takes.
 """
 
 from __future__ import annotations

@@ -13,7 +13,6 @@ from medusa_decoding.checkpoints.accuracies import read_accuracies
 from medusa_decoding.roofline.acceleration import Acceleration, PaperAcceleration, TreeAcceleration
 from medusa_decoding.roofline.devices import DEVICES, Device, read_device, write_device
 from medusa_decoding.roofline.plot import draw_sweep
-from medusa_decoding.roofline.probe_device import probe_device
 from medusa_decoding.roofline.shapes import HeadShape, find_shape
 from medusa_decoding.roofline.simulate import (
     MOST_BATCH,
@@ -59,6 +58,8 @@ def find_device(name: str) -> Device:
     if name in DEVICES:
         return DEVICES[name]
     if name in MEASURED:
+        from medusa_decoding.roofline.probe_device import probe_device  # imports torch
+
         return probe_device(name)
     if not Path(name).is_file():
         raise ValueError(f"--device: expected one of {', '.join((*DEVICES, *MEASURED))} or a JSON file, got {name}")

@@ -9,29 +9,29 @@ import shutil
 import sys
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from medusa_decoding.calibration.expected import WALK, SearchedTree, search_trees
-from medusa_decoding.calibration.texts import Settings, Writer, shared_prompts
-from medusa_decoding.calibration.validate import Validation, validate
-from medusa_decoding.checkpoints import HeadsCheckpoint, pretrained, read_heads, tuning_file, tuning_paths
+from medusa_decoding.checkpoints import tuning_paths
 from medusa_decoding.checkpoints.accuracies import default_accuracies, find_accuracies, read_accuracies
-from medusa_decoding.checkpoints.tuning_file import Conditions, Tuning
 from medusa_decoding.cli import _arguments
 from medusa_decoding.decode.adaptive.acceptance import TreeSet, sizes_for
-from medusa_decoding.evaluation import interval, read_prompts
+from medusa_decoding.evaluation import interval
 from medusa_decoding.evaluation.report import in_columns
 from medusa_decoding.files import read_json
-from medusa_decoding.generation.tree_choice import CHANGED, UNTUNED, TreeChoice, tuned_choice
 from medusa_decoding.options import DTYPES
 from medusa_decoding.progress import Progress
 from medusa_decoding.trees import plot
-from medusa_decoding.trees.calibration import Calibration
+from medusa_decoding.trees.calibration import Calibration, shared_prompts
 from medusa_decoding.trees.replay import texts_of
 from medusa_decoding.trees.search import walked_tree
 from medusa_decoding.trees.tree import Tree
+
+if TYPE_CHECKING:  # trees are drawn and searched without torch and transformers
+    from medusa_decoding.calibration.texts import Settings
+    from medusa_decoding.calibration.validate import Validation
+    from medusa_decoding.checkpoints import HeadsCheckpoint
+    from medusa_decoding.checkpoints.tuning_file import Tuning
 
 NO_TEXTS = (
     "Not walked: the calibration was made before texts were kept. Make a new one with `medusa calibrate` for walked "
@@ -54,6 +54,8 @@ def run_show(args: argparse.Namespace) -> int:
     if isinstance(args.tree, Tree):
         found = [("", args.tree)]
     elif Path(args.tree).is_file():
+        from medusa_decoding.checkpoints.tuning_file import Tuning
+
         found = tuned_trees(Tuning.load(Path(args.tree)))
     else:
         found = trees_in_force(args)
@@ -74,6 +76,8 @@ def run_show(args: argparse.Namespace) -> int:
 
 def tuned_trees(tuning: Tuning) -> list[tuple[str, Tree]]:
     """Return the tree of each case with a title; for an undecided case, the one that seemed the fastest."""
+    from medusa_decoding.generation.tree_choice import tuned_choice
+
     return [
         (
             f"Batch {case.batch}, prefix {case.prefix}: {tuned_choice(case)}"
@@ -89,12 +93,17 @@ def trees_in_force(args: argparse.Namespace) -> list[tuple[str, Tree]]:
 
     The base model is not loaded, so its weights are not compared with those that a tuning was made with.
     """
+    import torch
+
+    from medusa_decoding.checkpoints import read_heads, tuning_file
+    from medusa_decoding.generation.tree_choice import CHANGED, UNTUNED, TreeChoice
+
     _arguments.resolve_device(args)
     checkpoint = read_heads(args.tree)
     folder, device = checkpoint.path, torch.device(args.device)
     dtype = _arguments.torch_dtype(args.dtype or stated_dtype(checkpoint))
     heads = checkpoint.heads.place(torch.device("cpu"), dtype)
-    conditions = Conditions.without_model(device, dtype, args.backend, heads)
+    conditions = tuning_file.Conditions.without_model(device, dtype, args.backend, heads)
     stored = tuning_file.stored_trees(folder, heads)
     try:
         file, tuning = tuning_file.find(folder, conditions, heads)
@@ -127,6 +136,8 @@ def trees_in_force(args: argparse.Namespace) -> list[tuple[str, Tree]]:
 
 def stated_dtype(checkpoint: HeadsCheckpoint) -> str:
     """Return the dtype that the base model's config states, else (or if it is out of reach) the heads' own."""
+    from medusa_decoding.checkpoints import pretrained
+
     found = None
     if checkpoint.base_model is not None:
         with contextlib.suppress(ValueError):
@@ -180,6 +191,8 @@ def run_search(args: argparse.Namespace) -> int:
 
 def tree_file(calibration: Calibration) -> str:
     """Return the file name under which heads keep a tree for a calibration's kind of texts, sampled or greedy."""
+    from medusa_decoding.checkpoints import tuning_file
+
     settings = calibration.made.get("settings")
     sampled = isinstance(settings, dict) and bool(settings.get("temperature"))
     return tuning_file.SAMPLING_TREE_FILE if sampled else tuning_file.TREE_FILE
@@ -219,6 +232,10 @@ def are_others(name: str, prompts: Any, calibration: Calibration, file: Path) ->
 
 def run_measure(args: argparse.Namespace) -> int:
     """Generate with trees and compare the steps with what was expected."""
+    from medusa_decoding.calibration.texts import Writer
+    from medusa_decoding.calibration.validate import validate
+    from medusa_decoding.evaluation import read_prompts
+
     _arguments.resolve_device(args)
     calibration = Calibration.load(args.calibration)
     texts_of(calibration)
@@ -243,6 +260,8 @@ def run_measure(args: argparse.Namespace) -> int:
 
 def settings_of(calibration: Calibration, args: argparse.Namespace) -> Settings:
     """Return the settings of a calibration's texts, to write texts like them; raise `ValueError` if there are none."""
+    from medusa_decoding.calibration.texts import Settings
+
     try:
         made = calibration.made["settings"]
         found = made["max_new_tokens"], made["prompt_tokens"], args.template, made["temperature"], made.get("seed", 0)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from medusa_decoding.evaluation import interval
 from medusa_decoding.evaluation.interval import Interval
-from medusa_decoding.training.loop.accuracy import HeadAccuracy
+
+if TYPE_CHECKING:
+    from medusa_decoding.training.loop.accuracy import HeadAccuracy
 
 MEDUSA, PLAIN, TRANSFORMERS = "medusa", "plain", "transformers"
 BASELINES = {PLAIN: "our plain loop", TRANSFORMERS: "transformers' generate"}
@@ -203,6 +205,8 @@ def _added(measured: Sequence[Measured]) -> HeadAccuracy | None:
     found = [one.accuracy for one in measured if one.accuracy is not None]
     if not found:
         return None
+    from medusa_decoding.training.loop.accuracy import HeadAccuracy
+
     accuracy = HeadAccuracy.empty(*found[0].hits.shape)
     for one in found:
         accuracy.add(one.hits, one.total)

@@ -267,3 +267,19 @@ def counted(texts: Iterable[Iterable[Text]], num_heads: int) -> Counter[RankPath
     for text in (text for of_prompt in texts for text in of_prompt):
         counts.update(text[: max(0, len(text) - num_heads + 1)])
     return counts
+
+
+def shared_prompts(one: Any, other: Any) -> int | None:
+    """Count the prompts of one set that are also in another one; None if a set does not tell.
+
+    Both are `prompts` of what `Writer.describe` returned, or any other value that a file has there.
+    """
+    if not (isinstance(one, dict) and isinstance(other, dict) and one and other):
+        return None
+    if one == other:
+        return int(one.get("count", 1))
+    first, second = one.get("each"), other.get("each")
+    if not (isinstance(first, list) and isinstance(second, list)):  # older files do not have these
+        return None
+    known = set(map(str, second))
+    return sum(str(name) in known for name in first)

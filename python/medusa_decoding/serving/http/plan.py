@@ -87,7 +87,8 @@ class Planner:
             raise ApiError("top_logprobs: expected logprobs: true with it, got none", param="top_logprobs")
         offer = offered(body)
         definitions = [tool.model_dump(exclude_none=True) for tool in offer.tools]
-        tokens = self._chat_tokens(body.messages, definitions, body.chat_template_kwargs)
+        effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
+        tokens = self._chat_tokens(body.messages, definitions, {**(body.chat_template_kwargs or {}), **effort})
         prompt = self._checked_prompt("messages", tokens)
         make_grammar = self._grammar(body, offer)  # after what fails sooner: a schema may take seconds
         return self._plan(

@@ -278,6 +278,7 @@ class ChatRequest(GenerationRequest):
     chat_template_kwargs: dict[str, Any] | None = Field(
         None, description="Extra field: variables for the chat template, such as enable_thinking."
     )
+    reasoning_effort: str | None = Field(None, description="The chat template's variable of this name.")
     parallel_tool_calls: bool | None = None
     modalities: list[Literal["text"]] | None = None
 
@@ -297,7 +298,7 @@ class CompletionRequest(GenerationRequest):
 class TokenizeRequest(Strict):
     """A request to /tokenize: a prompt as /v1/completions reads it, or messages as /v1/chat/completions does."""
 
-    neutral = {"continue_final_message": (False,)}
+    neutral = {"continue_final_message": (False,), "add_generation_prompt": (True,)}
     meant = frozenset({"prompt"})
 
     model: str | None = None

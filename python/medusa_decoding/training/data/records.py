@@ -24,7 +24,7 @@ import numpy as np
 from medusa_decoding.chat.template import Message
 from medusa_decoding.training.config import SourceConfig
 from medusa_decoding.training.data.sources import BadRecordError, raw_records
-from medusa_decoding.training.data.turns import parse_turns, text_of, tool_definitions, unread_keys
+from medusa_decoding.training.data.turns import WEIGHTS, parse_turns, text_of, tool_definitions, unread_keys
 
 KINDS = {
     "turns": "turns", "conversations": "sharegpt", "conversation": "sharegpt", "messages": "messages",
@@ -78,7 +78,7 @@ class Content:
         text: a plain text, or None.
         prompt: the beginning of the text that a model is to continue, or None.
         tools: definitions of the tools that the model may call, for the chat template.
-        unread: keys with text that were not read and may belong to the prompt.
+        unread: keys that were not read: with text that may belong to the prompt, or a weight of 0.
     """
 
     kind: str
@@ -344,6 +344,7 @@ def _unread(raw: Mapping[Any, Any], read: set[str], said: Sequence[str]) -> tupl
     """Return the keys of a record, and of its turns, with text that is not read and may belong to the prompt.
 
     Text that the messages contain is read, and so is text that contains all of them, such as Alpaca's whole prompts.
+    A weight of 0 for the whole record is not read either.
     """
     if raw.get("input_ids") is not None:
         return ()
@@ -356,6 +357,7 @@ def _unread(raw: Mapping[Any, Any], read: set[str], said: Sequence[str]) -> tupl
         return text.strip() not in whole and not (len(said) > 1 and all(part in text for part in said))
 
     found = [shown for shown, key, value in rest if not _NO_PROMPT.fullmatch(key) and any(map(is_new, _texts(value)))]
+    found += [key for key in WEIGHTS if raw.get(key) == 0]  # of turns they are read
     return tuple(dict.fromkeys(found))
 
 

@@ -27,11 +27,11 @@ _PAIRS = {
     "user": ("user", "human", "input", "prompt", "question", "instruction"),
     "assistant": ("assistant", "gpt", "bot", "output", "response", "answer"),
 }
-_WEIGHTS = ("weight", "train", "training", "loss", "output_with_loss")
+WEIGHTS = ("weight", "train", "training", "loss", "output_with_loss")
 """Keys that say whether an answer is learnt: OpenAI's, axolotl's, ms-swift's and XTuner's."""
 _CONTENTS = ("content", "value", "text")
 _PARTS = ("text", "input_text", "output_text")
-KNOWN = {"role", "from", *_CONTENTS, *_WEIGHTS, "name", "tool_calls", "tool_call_id", "function_call"}
+KNOWN = {"role", "from", *_CONTENTS, *WEIGHTS, "name", "tool_calls", "tool_call_id", "function_call"}
 """Keys of a turn that are read."""
 
 
@@ -51,7 +51,7 @@ def unread_keys(turns: Any) -> Iterator[tuple[str, Any]]:
     for turn in turns if isinstance(turns, list) else ():
         if isinstance(turn, Mapping):
             roles = "role" in turn or "from" in turn
-            known = KNOWN if roles else {*_WEIGHTS, *(key for keys in _PAIRS.values() for key in keys)}
+            known = KNOWN if roles else {*WEIGHTS, *(key for keys in _PAIRS.values() for key in keys)}
             yield from ((str(key), value) for key, value in turn.items() if key not in known)
 
 
@@ -142,7 +142,7 @@ def _weight(turn: Mapping[str, Any], number: int) -> int | None:
         raise BadRecordError(
             f"the train_detail of turn {number} is not supported: an answer is learnt as a whole or not"
         )
-    for key in _WEIGHTS:
+    for key in WEIGHTS:
         value = turn.get(key)
         if value is not None:
             if not isinstance(value, (bool, int, float)) or value not in (0, 1):
