@@ -167,7 +167,9 @@ def _step(backbone: Backbone, sizes: Sizes, capacity: int, item: int) -> int:
         # Made at each step, with only the columns that are visible; masks of a static tree are made ahead.
         windows = [layer.self_attn.window or capacity for layer in backbone.decoder.layers]
         columns, masks = min(capacity, max(windows) + nodes), batch
-    made, expanded = masks * nodes * columns * (1 + item), masks * nodes * columns * groups * item
+    # While a mask is made: distances in int64 and two of bool, then one of bool, a float one and that for all heads.
+    made = masks * nodes * columns * max(1 + item, 10 - groups * item)
+    expanded = masks * nodes * columns * groups * item
     # PyTorch's attention holds the scores of 32 queries and 512 keys for each thread, in fp32 and in the dtype.
     scores = 0 if stored else torch.get_num_threads() * 32 * 512 * (4 + item * (item < 4))
     return max(_pass(backbone, batch * nodes, item) + made + scores, wide) + expanded + noise
