@@ -262,26 +262,33 @@ def test_several_waiting_prompts_run_in_one_round(llama: MedusaModel, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("lengths", "begin", "ran"),
+    ("lengths", "begins", "ran"),
     [
         # The first chunk finds out the pace; a quarter of 40 and 20 tokens together would be padding.
-        ([40, 40, 20, 22], 0, [(1, 32), (1, 8), (1, 40), (2, 22)]),
-        ([40, 40, 40], 30, [(1, 32), (1, 8), (2, 10)]),  # the first one's keys and values are reused
+        ([40, 40, 20, 22], [0] * 4, [(1, 32), (1, 8), (1, 40), (2, 22)]),
+        ([40, 40, 40], [0, 30, 28], [(1, 32), (1, 8), (2, 12)]),  # the first one's keys and values are reused
     ],
 )
 def test_waiting_prompts_run_together(
-    llama: MedusaModel, lengths: list[int], begin: int, ran: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+    llama: MedusaModel,
+    lengths: list[int],
+    begins: list[int],
+    ran: list[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Chunks [rows, tokens] of prompts of some lengths, whose first `begin` tokens are the same."""
+    """Chunks [rows, tokens] of prompts of some lengths, whose first tokens are the first prompt's."""
     engine, submitted, seen = Engine(llama, slots=4), threading.Event(), []
     asked = [prompt.tolist() for prompt in prompts(len(lengths), lengths, seed=7)]
-    asked = [asked[0][:begin] + prompt[begin:] for prompt in asked]
+    asked = [asked[0][:begin] + prompt[begin:] for prompt, begin in zip(asked, begins, strict=True)]
     expected = [alone(llama, prompt, max_new_tokens=8) for prompt in asked]
     forward, scheduler_round = llama.backbone.forward, engine._scheduler.round
 
     def recorded(tokens: torch.Tensor, context: Any) -> torch.Tensor:
         if int(context.cache.lengths[0]) == context.offset:  # not a step
             seen.append((*tokens.shape,))
+            # Should it be cancelled now, nothing that is about to be overwritten is taken for cached.
+            first = engine._scheduler.taken - len(tokens)
+            assert all(len(text) <= context.offset for text in engine._scheduler.slots.texts[first:][: len(tokens)])
         return forward(tokens, context)
 
     monkeypatch.setattr(llama.backbone, "forward", recorded)

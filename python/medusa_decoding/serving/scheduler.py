@@ -177,6 +177,8 @@ class Scheduler:
             prefill.cached = min(prefill.cached, reused)
             first += 1
         if prefill is not None:
+            for slot, row in enumerate(prefill.rows, prefill.slot):
+                self.slots.texts[slot] = row.ticket.prompt[: prefill.cached]
             prefill.chunks = self._chunks(prefill)
         return prefill
 
