@@ -277,6 +277,9 @@ def test_waiting_prompts_run_together(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Chunks [rows, tokens] of prompts of some lengths, whose first tokens are the first prompt's."""
+    ticks = itertools.count()  # a millisecond passes from one look at the clock to the next
+    clock = SimpleNamespace(perf_counter=lambda: next(ticks) / 1000, thread_time=time.thread_time)
+    monkeypatch.setattr("medusa_decoding.serving.scheduler.time", clock)
     engine, submitted, seen = Engine(llama, slots=4), threading.Event(), []
     asked = [prompt.tolist() for prompt in prompts(len(lengths), lengths, seed=7)]
     asked = [asked[0][:begin] + prompt[begin:] for prompt, begin in zip(asked, begins, strict=True)]
