@@ -85,7 +85,7 @@ def test_a_row_of_decode_linear_stands_alone(dtype: torch.dtype, int8: bool) -> 
 @pytest.mark.parametrize("int8", [(), ("qkv", "o", "gate", "down")], ids=["floats", "int8"])
 def test_set_serves_decoder_layers(int8: tuple[str, ...], dim: int, dtype: torch.dtype) -> None:
     case = test_decoder_layers.make(
-        35, [100, 7], dim=dim, windows=(0, 70), norms=True, biases=True, int8=int8, own_trees=True, dtype=dtype
+        70, [100, 7], dim=dim, windows=(0, 70), norms=True, biases=True, int8=int8, own_trees=True, dtype=dtype
     )
     test_decoder_layers.check(case, within_twice=assert_typical_error_within_twice)
 

@@ -214,7 +214,7 @@ class Scheduler:
         )  # fmt: skip
 
     def _chunk(self) -> int:
-        """Return how many tokens of a prompt may run now."""
+        """Return how many tokens of prompts may run now."""
         speed = self._tokens_per_second
         if not speed:  # the first chunk of a CPU is short, as it may be slow
             return SHORTEST_CHUNK if self.model.backbone.device.type == "cpu" else max(self._left, SHORTEST_CHUNK)
@@ -235,8 +235,7 @@ class Scheduler:
             view.finished.fill_(False)
             view.step.zero_()  # the column of the log, which nobody reads
             cached = next(prefill.chunks, None)
-            left = view if cached is not None or view.root.device.type == "cpu" else _OnHost(view)
-            going = [] if cached is not None else self._started(prefill, left)
+            going = [] if cached is not None else self._started(prefill, _on_host(view))
             view.finished.fill_(True)  # they have ended or go on later; steps of others leave such rows as they are
         except Exception as error:
             logger.exception("engine: a prefill failed; its requests end")
@@ -282,7 +281,7 @@ class Scheduler:
         began, work_began = time.perf_counter(), time.thread_time()
         view.step.zero_()
         made = self._step_for(tree)(view, selector, limits)
-        left = view if device.type == "cpu" else _OnHost(view)
+        left = _on_host(view)
         seconds = time.perf_counter() - began
         # A CPU's is its work, as in `runtime.progress`; a thread that waits for a GPU may sleep.
         work = (time.thread_time() - work_began if device.type == "cpu" else 0.0) or seconds
@@ -342,6 +341,10 @@ class Scheduler:
         policy.resized(rows)
         group.policy = policy
         return policy
+
+
+def _on_host(view: DecodeState) -> DecodeState | _OnHost:
+    return view if view.root.device.type == "cpu" else _OnHost(view)
 
 
 class _OnHost:

@@ -75,10 +75,9 @@ class Slots:
         self._used[one], self._used[other] = self._used[other], self._used[one]
 
     def reusable(self, prompt: list[int], first: int) -> tuple[int, int]:
-        """Return how many tokens of a prompt are cached in a slot, and which slot, of those from `first` on if it can.
+        """Return how many tokens of a prompt are cached, and in which slot: of equal ones a free one, from `first` on.
 
-        That is whichever slot, running ones included, has the most. The last token always runs: its prediction is
-        needed.
+        The last token always runs: its prediction is needed.
         """
         common = [min(common_length(text[:-1], prompt), len(prompt) - 1) for text in self.texts]
         source = max(range(len(self)), key=lambda slot: (common[slot], slot >= first))
