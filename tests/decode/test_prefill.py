@@ -265,6 +265,17 @@ def test_few_tokens_run_as_nodes(dtype, supported, rows, tokens, passes, monkeyp
     assert seen == passes
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prompts_of_two_ancestor_words_continue_as_transformers_does(family):
+    """The longest that run as nodes, and one more."""
+    for tokens in (65, 128, 129):
+        model, [prompt] = tiny(family, max_position_embeddings=512), prompts(1, [tokens], seed=tokens)
+        expected = transformers_greedy(model, prompt, 12)
+        with MedusaModel(model) as medusa:
+            got = medusa.generate(prompt[None], attention_mask=torch.ones(1, tokens), max_new_tokens=12)
+        assert got.sequences[0, tokens:].tolist() == expected
+
+
 @pytest.mark.parametrize("name", ["mlp", "self_attn.k_proj", "", "subclass"])
 def test_hooks_and_other_classes_of_the_last_layer_see_every_token(name):
     rows, seen = prompts(3, [7, 2, 6]), []
