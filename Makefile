@@ -3,6 +3,7 @@
 #   make demo            .venv, install, run the main job
 #   make test            .venv, editable install, the tests without slow ones  (TESTS=tests/kernels PYTEST_ARGS="-x" JOBS=4)
 #   make test-all        every test
+#   make test-emulated  the kernels as compiled for sm_80, 86 and 90, run without a GPU, races looked for 
 #   make test-interpreted  the Triton kernels in Triton's interpreter
 #   make kernels         every kernel compiled for sm_80, 86, 89, 90, 100, 120: registers, spills, memory, instructions; checked
 #   make sanitize        random cases of the C++ ops under the sanitizers of addresses, undefined behaviour and threads
@@ -63,7 +64,9 @@ stage = @if [ -z "$(FORCE)" ] && [ -e "$(STAMPS)/$@" ]; then echo "$@: done for 
 	else echo "=== $@"; from=$$(date +%s); { $(1); } && mkdir -p "$(STAMPS)" && touch "$(STAMPS)/$@" && \
 	echo "=== $@: $$(($$(date +%s) - from)) s"; fi
 
-.PHONY: demo train-demo demo-model test test-all test-interpreted test-transformers test-lowest test-clients sanitize lint format types bench docs campaign ablations newcomer wheel-test no-nvcc kernels clean gpu gpu-build gpu-tune $(GPU_STAGES)
+EMULATED_PARTS := test-emulated-80 test-emulated-86 test-emulated-90 test-emulated-sample
+
+.PHONY: demo train-demo demo-model test test-all test-interpreted test-emulated $(EMULATED_PARTS) test-transformers test-lowest test-clients sanitize lint format types bench docs campaign ablations newcomer wheel-test no-nvcc kernels clean gpu gpu-build gpu-tune $(GPU_STAGES)
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -117,6 +120,23 @@ test-all: $(EDITABLE)
 # The kernels in Triton's interpreter, on CPU tensors: every op against its specification, and whole generations.
 test-interpreted: $(EDITABLE)
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) $(PYTEST_ARGS) tests/kernels tests/decode/test_fused.py
+
+# The kernels as compiled for GPUs, run by the emulator of PTX in tests/emulator: every op against its specification, whole
+# generations, and the launches of real models. `make test-emulated-sample` is what CI runs of it.
+OPS := add_rms_norm decode_linear draw_tokens gumbel_noise heads_topk kv_compact rope_append tree_accept tree_attention \
+	tree_select tree_verify
+OP_TESTS := $(OPS:%=tests/kernels/test_%.py)
+EMULATE = PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/pytest -p emulator.plugin --races -n $(JOBS) $(PYTEST_ARGS)
+test-emulated: test-emulated-80 test-emulated-86 test-emulated-90
+test-emulated-80: $(EDITABLE)
+	$(EMULATE) --sm 80 tests/emulator $(OP_TESTS)
+test-emulated-86: $(EDITABLE)
+	$(EMULATE) --sm 86 tests/emulator tests/kernels/test_tree_attention.py tests/kernels/test_decode_linear.py
+test-emulated-90: $(EDITABLE)
+	$(EMULATE) --sm 90 tests/emulator $(OP_TESTS)
+test-emulated-sample: $(EDITABLE)
+	$(EMULATE) --sm 80 -m "not slow" $(OP_TESTS)
+	$(EMULATE) --sm 90 -m "not slow" tests/emulator
 
 # transformers' own: the documented examples of the installed version and, of a checkout of that version's tag, its tests.
 TRANSFORMERS_SOURCE ?=

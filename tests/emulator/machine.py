@@ -94,8 +94,8 @@ class Emulator:
         self._programs: dict[Any, Program] = {}
         self._stream: list[_Pending] | None = None
 
-    def load(self, key: Any, ptx: str, entry: str) -> Program:
-        """Parse the kernel `entry` of a PTX text, once per key.
+    def load(self, key: Any, ptx: str, entry: str, name: str = "") -> Program:
+        """Parse the kernel `entry` of a PTX text, once per key. `name`: what to call it in counts.
 
         Raises:
             EmulationError: the emulator does not know one of its instructions.
@@ -108,8 +108,8 @@ class Emulator:
                 raise EmulationError(f"{entry} for sm_{self.settings.sm}: {out.value.decode()}")
             sizes = (ctypes.c_uint32 * 256)()
             count = self._lib.ptx_parameters(handle, sizes, len(sizes))
-            self._programs[key] = Program(entry, handle, list(sizes[:count]))
-        self.forms[entry].add(key)
+            self._programs[key] = Program(name or entry, handle, list(sizes[:count]))
+        self.forms[name or entry].add(key)
         return self._programs[key]
 
     def forget_programs(self) -> None:

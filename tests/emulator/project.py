@@ -96,7 +96,7 @@ def _serve_kv_compact(emulator: Emulator) -> None:
         unit = (kv.data_ptr() | row_bytes | 16) & -(kv.data_ptr() | row_bytes | 16)
         entry = entries[unit]
         assert entry is not None, f"csrc/kv_compact.cu: no kernel that moves {unit} bytes"
-        program = emulator.load((entry[1], digest), ptx, entry[1])
+        program = emulator.load((unit, digest), ptx, entry[1], f"kv_compact ({unit}-byte units)")
         columns = kv_heads * row_bytes // unit
         sizes = (_checks.cache_slots("kv", kv), kv_heads, rows, row_bytes // unit, columns)
         lens, nodes, accepted = (tensor.contiguous() for tensor in (cache_lens, path, accept_lens))
