@@ -8,7 +8,6 @@ never changes, and no value is read on the host.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -131,7 +130,7 @@ def tree_attention(
         )  # fmt: skip
         if splits > 1 and not merges:
             merge_kernel[(rows, kv_heads, batch)](
-                parts, stats, cache_lens, out, math.log2(math.e) * (size if softcap is None else 1), *sizes,
+                parts, stats, cache_lens, out, size if softcap is None else 1.0, *sizes,
                 **_constants(config, head_dim, nodes, window),
                 PDL=pdl, num_warps=MERGE.num_warps, num_stages=MERGE.num_stages, **OPTIONS, **launch_options(pdl),
             )  # fmt: skip
