@@ -339,6 +339,21 @@ def test_overlapped_products_give_the_same_bits(
         assert torch.equal(*results)
 
 
+@pytest.mark.usefixtures("merges")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("nodes", "heads"), [(1, (7, 1)), (4, (8, 2))])
+def test_two_warps_of_16_rows_are_as_exact(
+    device: str, monkeypatch: pytest.MonkeyPatch, nodes: int, heads: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Only GPUs before Hopper have such tiles; with and without the merge by the last program."""
+    configs = pytest.importorskip("medusa_kernels._triton.tree_attention_configs")
+    monkeypatch.setattr(configs, "TWO_WARPS", True)
+    case = make(nodes, [600], heads=heads[0], kv_heads=heads[1], dim=128, dtype=dtype, device=device)
+    got = run(case)
+    assert torch.equal(run(case, counters=zeros_for(case)), got)
+    assert_within_twice(got, *plain_and_exact(case))
+
+
 def test_counters_are_made_where_they_are_used(device: str) -> None:
     found = attention_counters(3, 8, torch.device(device))
     if served_by("tree_attention", device).name == "triton":
