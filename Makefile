@@ -53,7 +53,7 @@ PY ?= $(BIN)/python
 GPU_JOBS ?= 6
 GPU_ABLATIONS := gpu-figure-4 gpu-figure-5 gpu-table-3 gpu-dynamic
 GPU_STAGES := gpu-test gpu-test-compiled gpu-sanitize gpu-explain gpu-attention gpu-heads gpu-verify gpu-compact gpu-sampling \
-	gpu-step gpu-prefill gpu-projections $(GPU_ABLATIONS)
+	gpu-settings gpu-step gpu-prefill gpu-projections $(GPU_ABLATIONS)
 # The last commit of what is measured: committing results, words or what draws and checks them repeats no stage.
 COMMIT = $(or $(MEDUSA_COMMIT),$(shell git log -1 --format=%h --abbrev=12 -- . ':!docs' ':!*.md' ':!tests' ':!mkdocs.yml' \
 	':!Makefile' ':!benchmarks/results' ':!benchmarks/plot*.py' ':!benchmarks/trace.py' 2>/dev/null),unknown)
@@ -426,6 +426,12 @@ EXPLAIN = $(ON_GPU) -m benchmarks.bench_step --explain --seconds 0.2
 gpu-explain: gpu-build
 	$(call stage,$(EXPLAIN) --nodes 64 && $(EXPLAIN) --nodes 1 && $(EXPLAIN) --model Llama-3-8B --prefix 8192 --nodes 64 \
 		--heads "shared, trimmed 8192" && $(EXPLAIN) --model Qwen3-8B --nodes 64 --heads "shared, trimmed 8192")
+
+# Settings that no GPU has judged: docs/benchmarks.md has what is predicted for each.
+gpu-settings: gpu-build
+	$(call stage,$(ON_GPU) -m benchmarks.bench_tree_attention --only spare --budget 60 && $(EXPLAIN) --nodes 64 \
+		--ways graph "graph with merges up to 32 KiB" "graph with calculated bytes in flight" && \
+		$(EXPLAIN) --nodes 16 --ways graph "graph with calculated bytes in flight" "graph with two warps for 16 rows")
 
 gpu-prefill: gpu-build
 	$(call stage,$(ON_GPU) -m benchmarks.bench_prefill --device cuda --rounds 5 --budget 440)
