@@ -15,7 +15,8 @@ CACHE = HERE.parents[1] / "build" / "emulator"
 """Compiled kernels and the emulator itself."""
 
 # -ffp-contract=off: a product and a sum are fused where PTX says so only.
-FLAGS = ["-std=c++20", "-O3", "-march=native", "-fwrapv", "-ffp-contract=off", "-fno-math-errno", "-fPIC"]
+FLAGS = ["-std=c++20", "-O3", "-march=native", "-fwrapv", "-ffp-contract=off", "-fno-math-errno"]
+FLAGS += ["-fopenmp-simd", "-fPIC"]
 
 
 class Settings(ctypes.Structure):

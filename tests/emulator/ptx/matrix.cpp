@@ -92,20 +92,25 @@ void multiply(Context& c, const Instruction& i, u32) {
   constexpr int kPer = Format::kPerRegister;
   constexpr int kStep = 4 * kPer;  // of k that one register of all lanes holds
   Sum a[16][K], b[K][8], sum[16][8];
-  for (int step = 0; step < K / kStep; ++step)
+  for (int step = 0; step < K / kStep; ++step) {
+    const u32 *upper = c.at<u32>(i.a[2 * step].offset), *lower = c.at<u32>(i.a[2 * step + 1].offset), *right = c.at<u32>(i.b[step].offset);
     for (u32 lane = 0; lane < kLanes; ++lane)
       for (int n = 0; n < kPer; ++n) {
         const int k = step * kStep + static_cast<int>(lane % 4) * kPer + n;
-        a[lane / 4][k] = Format::read(c.at<u32>(i.a[2 * step].offset)[lane], n);
-        a[lane / 4 + 8][k] = Format::read(c.at<u32>(i.a[2 * step + 1].offset)[lane], n);
-        b[k][lane / 4] = Format::read(c.at<u32>(i.b[step].offset)[lane], n);
+        a[lane / 4][k] = Format::read(upper[lane], n);
+        a[lane / 4 + 8][k] = Format::read(lower[lane], n);
+        b[k][lane / 4] = Format::read(right[lane], n);
       }
+  }
   for (u32 q = 0; q < 4; ++q)
     for (u32 lane = 0; lane < kLanes; ++lane)
       sum[lane / 4 + 8 * (q / 2)][2 * (lane % 4) + q % 2] = c.at<Sum>(i.c[q].offset)[lane];
   for (int row = 0; row < 16; ++row)
-    for (int k = 0; k < K; ++k)
-      for (int n = 0; n < 8; ++n) sum[row][n] = multiply_add(a[row][k], b[k][n], sum[row][n]);
+    for (int k = 0; k < K; ++k) {
+      const Sum x = a[row][k];
+#pragma omp simd
+      for (int n = 0; n < 8; ++n) sum[row][n] = multiply_add(x, b[k][n], sum[row][n]);
+    }
   for (u32 q = 0; q < 4; ++q)
     for (u32 lane = 0; lane < kLanes; ++lane)
       c.at<Sum>(i.d[q].offset)[lane] = result(sum[lane / 4 + 8 * (q / 2)][2 * (lane % 4) + q % 2]);
@@ -183,8 +188,11 @@ void multiply(Context& c, const Product& p, bool compute) {
       return c.at<float>(i.d[4 * (column / 8) + 2 * (row / 8) + column % 2].offset)[row % 8 * 4 + column % 8 / 2];
     };
     for (u32 n = 0; n < i.count; ++n) sum[n] = p.accumulate ? at(n) : 0.0f;
-    for (u32 k = 0; k < 16; ++k)
-      for (u32 n = 0; n < i.count; ++n) sum[n] = std::fma(a[k * 16 + row], b[k * i.count + n], sum[n]);
+    for (u32 k = 0; k < 16; ++k) {
+      const float x = a[k * 16 + row];
+#pragma omp simd
+      for (u32 n = 0; n < i.count; ++n) sum[n] = std::fma(x, b[k * i.count + n], sum[n]);
+    }
     for (u32 n = 0; n < i.count; ++n) at(n) = canonical(sum[n]);
   }
 }
