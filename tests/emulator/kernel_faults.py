@@ -48,7 +48,7 @@ class Fault:
 
 ATTENTION = TRITON + "tree_attention_kernels.py"
 MERGED = "tests/kernels/test_tree_attention.py -k the_last_program_merges_to_the_same_bits"
-MATCHES = "tests/kernels/test_tree_attention.py -k 'caches_of_any_strides or ragged_rows'"
+MATCHES = "tests/kernels/test_tree_attention.py -k 'caches_of_any_strides or no_edges'"
 LINEAR = TRITON + "decode_linear.py"
 LINEAR_TESTS = (
     "tests/kernels/test_decode_linear.py -k 'fp64_for_all_rows or do_not_fill or parts_add_up or biases_are_added'"
@@ -77,9 +77,9 @@ FAULTS = [
     ),
     Fault("mask of the tree's rows missing", ATTENTION, "m_kv = m_t[:, None] & m_d[None, :]", "m_kv = m_d[None, :]", MATCHES),
     Fault("keys' stride for the values", ATTENTION, "o_v = o_t[:, None] * stride_v_s", "o_v = o_t[:, None] * stride_k_s", MATCHES),
-    Fault("batch stride of the values missing", ATTENTION, "v_cache + i_b.to(tl.int64) * stride_v_b", "v_cache", MATCHES),
-    Fault("ancestor word of another block", ATTENTION, ">> (first_node % 64)", ">> (first_node % 32)", "tests/kernels/test_tree_attention.py -k matches_loops"),
-    Fault("window one key wider", ATTENTION, "b_key_position[None, :] < window)", "b_key_position[None, :] <= window)", "tests/kernels/test_tree_attention.py -k matches_loops"),
+    Fault("batch stride of the values missing", ATTENTION, "v_cache + i_b.to(tl.int64) * stride_v_b", "v_cache", "tests/kernels/test_tree_attention.py -k ragged_rows"),
+    Fault("ancestor word of another block", ATTENTION, ">> (first_node % 64)", ">> (first_node % 32)", "tests/kernels/test_tree_attention.py -k no_edges"),
+    Fault("window one key wider", ATTENTION, "b_key_position[None, :] < window)", "b_key_position[None, :] <= window)", "tests/kernels/test_tree_attention.py -k no_edges"),
     Fault("barrier before the counter missing", ATTENTION, "            tl.debug_barrier()\n", "", MERGED),
     Fault("counter not reset", ATTENTION, "                tl.store(counter, 0)\n", "", MERGED),
     Fault("relaxed counter", ATTENTION, 'sem="acq_rel"', 'sem="relaxed"', MERGED),
