@@ -450,9 +450,10 @@ def _tree_accept(device: Device) -> Iterator[Specialisation]:
                 "hidden state_hidden": f"*{kind}",
                 "tokens next_tokens paths eos step root output": "*i64",
                 "depths max_new lengths count log path accept_lens old_lengths": "*i32",
+                "check report": "*i32",
                 "finished": "*i8",
             },
-            constants | _early(device, nodes < 128),
+            constants | {"HAS_REPORT": True} | _early(device, nodes < 128),
             tree_accept.WARPS,
             aligned=("size",) if aligned else (),
         )

@@ -329,7 +329,7 @@ def philox(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
 
 def tree_accept(
     tokens, next_tokens, hidden, depths, paths, eos, max_new, step,
-    *, lengths, root, state_hidden, output, count, finished, log,
+    *, lengths, root, state_hidden, output, count, finished, log, check=None, report=None,
 ):  # fmt: skip
     """The longest right path, and what a row carries to its next step; see the public `tree_accept`."""
     (batch, nodes), places = tokens.shape, paths.shape[-1]
@@ -363,6 +363,9 @@ def tree_accept(
     finished |= ended
     state_hidden.copy_(hidden[row, last])
     root.copy_(next_tokens[row, last])
+    if report is not None:
+        numbers = torch.stack((count, finished.to(torch.int32), check.view(torch.int32)), 1)
+        report[:, : 3 + places] = torch.cat((numbers, emitted.to(torch.int32)), 1)
     return path.to(torch.int32), accept_lens, old_lengths
 
 

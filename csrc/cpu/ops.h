@@ -133,6 +133,9 @@ struct Accept {
   uint8_t* finished;
   int32_t* log;
   int32_t *path, *accept_lens, *old_lengths;
+  const int32_t* check;  // the bits of floats
+  int32_t* report;       // [batch, report_columns], or null
+  int64_t report_columns;
 };
 
 // What the C ABI returns.
