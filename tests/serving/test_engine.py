@@ -13,8 +13,10 @@ import pytest
 import torch
 from callers import Caller, alone
 from models import VOCAB, heads_for, prompts, tiny
+from torch.overrides import TorchFunctionMode
 
 from medusa_decoding import MedusaModel, Tree
+from medusa_decoding.decode.runtime.progress import STEPS_LATE
 from medusa_decoding.decode.runtime.steps import KEPT_STEPS
 from medusa_decoding.serving import prompt_scores, scheduler
 from medusa_decoding.serving.engine import Engine
@@ -48,6 +50,12 @@ def llama():
     return MedusaModel(base, heads_for(base))
 
 
+@pytest.fixture
+def late(monkeypatch):
+    """Results read one step late from a copy, as on a GPU."""
+    monkeypatch.setitem(STEPS_LATE, "cpu", 1)
+
+
 def jobs(count: int, seed: int) -> list[tuple[list[int], dict[str, Any]]]:
     drawn = random.Random(seed)
     found = []
@@ -77,6 +85,75 @@ def test_every_row_gets_what_it_gets_alone(model: MedusaModel, slots: int) -> No
     accepted = [count for caller in callers for ticket in caller.tickets for count in ticket.accepted]
     assert stats.accepted_histogram == {count: accepted.count(count) for count in set(accepted)}
     assert sum(accepted) + len(accepted) + len(asked) == stats.new_tokens
+
+
+@pytest.mark.usefixtures("late")
+@pytest.mark.parametrize("slots", [2, 5])
+def test_every_row_gets_what_it_gets_alone_if_results_are_read_late(model: MedusaModel, slots: int) -> None:
+    test_every_row_gets_what_it_gets_alone(model, slots)
+
+
+class Reads(TorchFunctionMode):
+    """Collects the bytes of each read and each copy to elsewhere of some tensors, as of tensors on a device."""
+
+    READING = ("tolist", "item", "cpu", "numpy", "to", "__int__", "__float__", "__bool__", "__index__")
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.storages = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        self.found: list[tuple[str, int]] = []
+
+    def _on_device(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor) and value.untyped_storage().data_ptr() in self.storages
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        name = function.__name__
+        read = (
+            args[0] if name in self.READING else args[1] if name == "copy_" and not self._on_device(args[0]) else None
+        )
+        if self._on_device(read):
+            self.found.append((name, read.nbytes))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.usefixtures("late")
+def test_a_step_is_read_by_one_small_copy(llama: MedusaModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the scheduler does around steps, rows that join and leave included: it waits for nothing else."""
+    engine = Engine(llama, slots=4, stall_seconds=0.0)
+    running, state, copies = engine._scheduler, engine._scheduler.slots.state, []
+    of_state = [value for value in vars(state).values() if isinstance(value, torch.Tensor)]
+    reads = Reads([*of_state, state.cache.kv, state.cache.lengths, running.slots._places, running.slots.temperatures])
+    step, step_for = running._step, running._step_for
+
+    def alone_in(tree: Tree) -> Any:
+        def unwatched(*args: Any) -> Any:  # what the step itself does is not counted: on a CPU it reads
+            with torch._C.DisableTorchFunction():
+                return step_for(tree)(*args)
+
+        return unwatched
+
+    def watched(group: Any) -> None:
+        before = running.counts.steps
+        with reads:
+            step(group)
+        copies.append((list(reads.found), running.counts.steps - before, len(group.rows)))
+        reads.found.clear()
+
+    monkeypatch.setattr(running, "_step_for", alone_in)
+    monkeypatch.setattr(running, "_step", watched)
+    settings = [{}, {"do_sample": True, "temperature": 0.7, "seed": 1}, {"eos_token_id": [4, 7]}]
+    with engine:
+        callers = [
+            Caller(engine, prompt.tolist(), max_new_tokens=12 + number, **settings[number % 3])
+            for number, prompt in enumerate(prompts(9, [5, 30, 12]))
+        ]
+        assert all(caller.finish() in ("length", "stop") for caller in callers)
+    row_bytes = state.report[0].nbytes
+    assert row_bytes < 2048
+    assert len({rows for _, _, rows in copies}) > 2
+    for found, steps, _ in copies:
+        assert [name for name, _ in found] == ["copy_"] * steps
+        assert all(size <= 4 * row_bytes for _, size in found)
 
 
 def test_rows_of_one_batch_may_be_told_to_end_by_their_callers_tokens(llama: MedusaModel) -> None:
@@ -573,6 +650,7 @@ def test_requests_that_name_the_default_run_with_the_others(llama: MedusaModel) 
             caller.tickets[0].cancel()
 
 
+@pytest.mark.usefixtures("late")
 def test_padded_steps_as_on_a_gpu_serve_kinds_that_come_and_go(
     llama: MedusaModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
