@@ -3,6 +3,7 @@
 #   make demo            .venv, install, run the main job
 #   make test            .venv, editable install, the tests without slow ones  (TESTS=tests/kernels PYTEST_ARGS="-x" JOBS=4)
 #   make test-all        every test
+#   make test-emulated  the kernels as compiled for sm_80, 86 and 90, run without a GPU, races looked for 
 #   make test-interpreted  the Triton kernels in Triton's interpreter
 #   make kernels         every kernel compiled for sm_80, 86, 89, 90, 100, 120: registers, spills, memory, instructions; checked
 #   make sanitize        random cases of the C++ ops under the sanitizers of addresses, undefined behaviour and threads
@@ -52,7 +53,7 @@ PY ?= $(BIN)/python
 GPU_JOBS ?= 6
 GPU_ABLATIONS := gpu-figure-4 gpu-figure-5 gpu-table-3 gpu-dynamic
 GPU_STAGES := gpu-test gpu-test-compiled gpu-sanitize gpu-explain gpu-attention gpu-heads gpu-verify gpu-compact gpu-sampling \
-	gpu-step gpu-prefill gpu-projections $(GPU_ABLATIONS)
+	gpu-settings gpu-step gpu-prefill gpu-projections $(GPU_ABLATIONS)
 # The last commit of what is measured: committing results, words or what draws and checks them repeats no stage.
 COMMIT = $(or $(MEDUSA_COMMIT),$(shell git log -1 --format=%h --abbrev=12 -- . ':!docs' ':!*.md' ':!tests' ':!mkdocs.yml' \
 	':!Makefile' ':!benchmarks/results' ':!benchmarks/plot*.py' ':!benchmarks/trace.py' 2>/dev/null),unknown)
@@ -63,7 +64,9 @@ stage = @if [ -z "$(FORCE)" ] && [ -e "$(STAMPS)/$@" ]; then echo "$@: done for 
 	else echo "=== $@"; from=$$(date +%s); { $(1); } && mkdir -p "$(STAMPS)" && touch "$(STAMPS)/$@" && \
 	echo "=== $@: $$(($$(date +%s) - from)) s"; fi
 
-.PHONY: demo train-demo demo-model test test-all test-interpreted test-transformers test-lowest test-clients sanitize lint format types bench docs campaign ablations newcomer wheel-test no-nvcc kernels clean gpu gpu-build gpu-tune $(GPU_STAGES)
+EMULATED_PARTS := test-emulated-80 test-emulated-86 test-emulated-90 test-emulated-sample
+
+.PHONY: demo train-demo demo-model test test-all test-interpreted test-emulated $(EMULATED_PARTS) test-transformers test-lowest test-clients sanitize lint format types bench docs campaign ablations newcomer wheel-test no-nvcc kernels clean gpu gpu-build gpu-tune $(GPU_STAGES)
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -117,6 +120,23 @@ test-all: $(EDITABLE)
 # The kernels in Triton's interpreter, on CPU tensors: every op against its specification, and whole generations.
 test-interpreted: $(EDITABLE)
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) $(PYTEST_ARGS) tests/kernels tests/decode/test_fused.py
+
+# The kernels as compiled for GPUs, run by the emulator of PTX in tests/emulator: every op against its specification, whole
+# generations, and the launches of real models. `make test-emulated-sample` is what CI runs of it.
+OPS := add_rms_norm decode_linear draw_tokens gumbel_noise heads_topk kv_compact rope_append tree_accept tree_attention \
+	tree_select tree_verify
+OP_TESTS := $(OPS:%=tests/kernels/test_%.py)
+EMULATE = PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/pytest -p emulator.plugin --races -n $(JOBS) $(PYTEST_ARGS)
+test-emulated: test-emulated-80 test-emulated-86 test-emulated-90
+test-emulated-80: $(EDITABLE)
+	$(EMULATE) --sm 80 tests/emulator $(OP_TESTS)
+test-emulated-86: $(EDITABLE)
+	$(EMULATE) --sm 86 tests/emulator tests/kernels/test_tree_attention.py tests/kernels/test_decode_linear.py
+test-emulated-90: $(EDITABLE)
+	$(EMULATE) --sm 90 tests/emulator $(OP_TESTS)
+test-emulated-sample: $(EDITABLE)
+	$(EMULATE) --sm 80 -m "not slow" $(OP_TESTS)
+	$(EMULATE) --sm 90 -m "not slow" tests/emulator
 
 # transformers' own: the documented examples of the installed version and, of a checkout of that version's tag, its tests.
 TRANSFORMERS_SOURCE ?=
@@ -406,6 +426,12 @@ EXPLAIN = $(ON_GPU) -m benchmarks.bench_step --explain --seconds 0.2
 gpu-explain: gpu-build
 	$(call stage,$(EXPLAIN) --nodes 64 && $(EXPLAIN) --nodes 1 && $(EXPLAIN) --model Llama-3-8B --prefix 8192 --nodes 64 \
 		--heads "shared, trimmed 8192" && $(EXPLAIN) --model Qwen3-8B --nodes 64 --heads "shared, trimmed 8192")
+
+# Settings that no GPU has judged: docs/benchmarks.md has what is predicted for each.
+gpu-settings: gpu-build
+	$(call stage,$(ON_GPU) -m benchmarks.bench_tree_attention --only spare --budget 60 && $(EXPLAIN) --nodes 64 \
+		--ways graph "graph with merges up to 32 KiB" "graph with calculated bytes in flight" && \
+		$(EXPLAIN) --nodes 16 --ways graph "graph with calculated bytes in flight" "graph with two warps for 16 rows")
 
 gpu-prefill: gpu-build
 	$(call stage,$(ON_GPU) -m benchmarks.bench_prefill --device cuda --rounds 5 --budget 440)

@@ -128,6 +128,17 @@ FORMS: dict[str, dict[str, Any]] = {
     "norms in rope": {"medusa_decoding.backbone.fused_layers.NORMS_IN_ROPE": False},
 }
 """Forms of the kernels that version 0.2 did not have, and the constants that turn them off."""
+_TRITON = "medusa_kernels._triton"
+SETTINGS: dict[str, dict[str, Any]] = {
+    "calculated bytes in flight": {f"{_TRITON}.decode_linear_configs.IN_FLIGHT": None},
+    "one wave of attention": {f"{_TRITON}.tree_attention.MOST_WAVES": 1},
+    "merges up to 32 KiB": {f"{_TRITON}.tree_attention.MERGED_BYTES": 32 * 1024},
+    "two warps for 16 rows": {
+        f"{_TRITON}.decode_linear_configs.TWO_WARPS": True,
+        f"{_TRITON}.tree_attention_configs.TWO_WARPS": True,
+    },
+}
+"""Settings that no GPU has judged yet, and the constants that turn them on; docs/benchmarks.md has the predictions."""
 OLD = "graph, kernels of 0.2"
 WAYS: dict[str, Way] = {
     "eager": Way("eager", fused=False),
@@ -136,6 +147,7 @@ WAYS: dict[str, Way] = {
     "graph of torch.compile": Way("compiled", fused=False),
     OLD: Way("graph", constants={name: value for form in FORMS.values() for name, value in form.items()}),
     **{f"graph without {name}": Way("graph", constants=constants) for name, constants in FORMS.items()},
+    **{f"graph with {name}": Way("graph", constants=constants) for name, constants in SETTINGS.items()},
 }
 POINTS = (
     Point("Llama-2-7B", 1024, 1, tuple(HEADS), ("graph", OLD, "graph of modules"), (64, 16)),

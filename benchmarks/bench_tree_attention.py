@@ -5,17 +5,20 @@
 
 Every peer computes the same function (its difference from ours is printed) with its mask prepared outside the timing;
 keys and values are the valid rows only. Lines named "unmasked" compute plain attention over the same rows: a floor, not
-a peer. Bytes: keys and values of all valid rows once, queries and output. FlexAttention is compiled for each shape, so
-it is limited to the first `--flex` cases in the order of `--list`.
+a peer. Cases with `spare` rows are short texts in a large cache: our op alone, as it is planned for the whole cache, in
+one wave, and with a view of the valid rows. Bytes: keys and values of all valid rows once, queries and output.
+FlexAttention is compiled for each shape, so it is limited to the first `--flex` cases in the order of `--list`.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -45,7 +48,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """One shape; `models` are those that have these heads."""
+    """One shape; `models` are those that have these heads, `spare` rows of the cache are empty."""
 
     models: tuple[str, ...]
     heads: int
@@ -54,10 +57,12 @@ class Case:
     nodes: int
     prefix: int
     batch: int
+    spare: int = 0
 
     def shapes(self) -> dict[str, Any]:
-        """Return the fields."""
-        return suite.as_shapes(self)
+        """Return the fields; spare rows only if there are some."""
+        shapes = suite.as_shapes(self)
+        return shapes if self.spare else {name: value for name, value in shapes.items() if name != "spare"}
 
     @property
     def rows(self) -> int:
@@ -91,6 +96,8 @@ def cases() -> Iterator[Case]:
     for chosen in suite.by_rank(axes):
         name = chosen.pop("model")
         yield Case(tuple(name.split(", ")), *HEADS[name], **chosen)
+    for batch, nodes, name in itertools.product((1, 4), (64, 1), HEADS):
+        yield Case(tuple(name.split(", ")), *HEADS[name], nodes, prefix=512, batch=batch, spare=8192)
 
 
 @functools.cache
@@ -135,7 +142,7 @@ class Inputs:
 def inputs(case: Case, run: suite.Run) -> Inputs:
     """Draw one copy of a case's inputs."""
     make = functools.partial(torch.empty, dtype=run.dtype, device=run.device)
-    capacity = -(-case.rows // 64) * 64
+    capacity = -(-case.rows // 64) * 64 + case.spare
     cache = make(2, case.batch, case.kv_heads, capacity, case.head_dim).normal_()
     return Inputs(
         make(case.batch, case.nodes, case.heads, case.head_dim).normal_(),
@@ -153,6 +160,17 @@ def ours(x: Inputs) -> Tensor:
     return tree_attention(x.q, x.k_cache, x.v_cache, x.cache_lens, x.ancestors, counters=x.counters)
 
 
+def in_one_wave(x: Inputs) -> Tensor:
+    """Our op, with no more programs than run at once."""
+    with mock.patch("medusa_kernels._triton.tree_attention.MOST_WAVES", 1):
+        return ours(x)
+
+
+def of_valid_rows(x: Inputs) -> Tensor:
+    """Our op, planned for the valid rows."""
+    return ours(replace(x, k_cache=x.k, v_cache=x.v))
+
+
 def measure(case: Case, run: suite.Run) -> None:
     """Measure our op, then each peer that agrees with it."""
     element = run.dtype.itemsize
@@ -165,12 +183,18 @@ def measure(case: Case, run: suite.Run) -> None:
     run.time(
         case,
         "medusa_kernels",
-        lambda i: functools.partial(ours, copies[i]),
+        functools.partial(_call, ours, copies),
         len(copies),
         served_by=served_by(OP, run.device.type).name,
         **known,
     )
     expected = ours(copies[0])
+    if case.spare:
+        for name, way in {"one wave": in_one_wave, "valid rows": of_valid_rows}.items():
+            error = float((way(copies[0]).float() - expected.float()).norm() / expected.float().norm())
+            if run.agrees(case, name, error, TOLERANCE[run.dtype]):
+                run.time(case, name, functools.partial(_call, way, copies), len(copies), **known)
+        return
     peers = {
         "sdpa": sdpa,
         "sdpa unmasked": sdpa_unmasked,
@@ -185,6 +209,10 @@ def measure(case: Case, run: suite.Run) -> None:
 
 
 Variants = dict[str, Attend]
+
+
+def _call(way: Callable[[Inputs], Tensor], copies: list[Inputs], i: int) -> gpu.Call:
+    return functools.partial(way, copies[i])
 
 
 def _on_copy(attend: Attend, copies: list[Inputs], i: int) -> gpu.Call:

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.loop_variables import not_carried
 from medusa_kernels import _native, _registry
 from medusa_kernels._registry import interpreted
 from medusa_kernels._triton.launch import Device
@@ -67,6 +68,7 @@ Each of these is a breach, printed below the table, and makes the exit status 1:
                 or the native kernel of 16-byte units, without any 16-byte load (LDG .128, LDGSTS .128 or a bulk copy).
                 Exempt are kernels for rows whose elements or starts are not aligned, which have one of the words
                 strided, unit1, unit2, unit4 in their name.
+  carried       a loop assigns a variable that Triton does not carry to its next iteration (see loop_variables.py)
   missing       an op without a kernel or compiled forms, or a kernel that does not compile
 
 --grids prints one line per launch of a whole step instead: its programs, how many the GPU runs at once (slots), and
@@ -117,6 +119,7 @@ class Row:
         programs: programs per multiprocessor that the launch counts on; 0: none.
         fitting: programs that fit a multiprocessor.
         failed: why there is nothing to count, or "".
+        lost: variables of loops that are not carried.
     """
 
     name: str
@@ -130,13 +133,15 @@ class Row:
     programs: int = 0
     fitting: int = 0
     failed: str = ""
+    lost: tuple[str, ...] = ()
 
 
 def breaches(row: Row) -> list[str]:
     """Return one sentence per rule that a row breaks."""
     if row.failed:
         return [row.failed]
-    counts, found = row.counts, []
+    counts = row.counts
+    found = [f"{name} is assigned in a loop, and not carried to its next iteration" for name in row.lost]
     if counts.stack > 0:
         found.append(f"{counts.stack} bytes of stack, expected 0: registers spill")
     if counts.shared > row.limit:
@@ -181,7 +186,8 @@ def compiled_row(spec: Any, arch: str, options: Mapping[str, Any]) -> Row:
     """Compile one `kernel_forms.Specialisation` for one target, with these compiler options, and read the result."""
     row = Row(spec.name, arch, spec.num_warps, spec.num_stages, Counts(), TARGETS[arch].shared_memory)
     try:
-        kernel = compiled(spec, arch, options)
+        with not_carried() as lost:
+            kernel = compiled(spec, arch, options)
     except Exception as error:  # a compiler pass may raise anything
         return replace(row, failed=f"does not compile: {type(error).__name__}: {str(error)[:300]}")
     (counts,) = parse(disassembled(kernel)).values()
@@ -195,6 +201,7 @@ def compiled_row(spec: Any, arch: str, options: Mapping[str, Any]) -> Row:
         streams=streams(ttir, spec.num_warps),
         programs=spec.programs,
         fitting=fitting(counts, spec.num_warps, arch),
+        lost=tuple(lost),
     )
 
 

@@ -42,7 +42,8 @@ def _tree_attention(
     Config = tree_attention.Config
     chosen = tree_attention.configuration(device, dtype, head_dim, rows, keys=keys, kv_heads=kv_heads)
     if dtype == torch.float32 or head_dim > 128 or not device.hopper:
-        return [chosen]
+        few = dtype != torch.float32 and rows <= 16 and head_dim <= 128 and device.capability < (9, 0)
+        return [chosen, *([replace(chosen, block_n=32, num_warps=2, num_stages=4)] * few)]
     if rows <= 32:
         others = [Config(*shape, min_keys=128) for shape in (_FEW if rows <= 16 else _UP_TO_32)]
         others += [Config(64, 64, 4, 3, 2)] * (rows > 16)
@@ -122,6 +123,8 @@ def _decode_linear(
     else:
         tiles = choices(device, dtype, chosen.block_m, gate)
         others = [replace(tile, num_stages=tile.num_stages + more) for tile in tiles for more in (0, -1, 1)]
+        if chosen.block_m == 16 and device.capability < (9, 0):
+            others += [replace(tile, num_warps=2) for tile in tiles]
     fitting = (one for one in others if one.stage_bytes(dtype, gate) * one.num_stages <= device.shared_memory)
     return list(dict.fromkeys([chosen, *fitting]))
 

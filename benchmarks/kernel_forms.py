@@ -130,7 +130,7 @@ def _tree_attention(device: Device) -> Iterator[Specialisation]:
         yield specialise(
             f"tree_attention merge {kind} D{head_dim}",
             tree_attention.merge_kernel,
-            {"parts stats": "*fp32", "out": f"*{kind}", "cache_lens": "*i32", "factor": "fp32"},
+            {"parts stats": "*fp32", "out": f"*{kind}", "cache_lens": "*i32", "scale": "fp32"},
             tree_attention._constants(config, head_dim, 64, None) | {"PDL": pdl},
             tree_attention.MERGE,
         )

@@ -68,7 +68,7 @@ def conditions(records: Sequence[Record]) -> str:
 
 def attention(plt: Any, records: Sequence[Record], batch: int, path: Path) -> None:
     """Draw one panel for each head shape (rows) and number of nodes (columns): fraction of copy bandwidth by prefix."""
-    mine = [record for record in records if record["shapes"]["batch"] == batch]
+    mine = [record for record in records if record["shapes"]["batch"] == batch and "spare" not in record["shapes"]]
     models = list(dict.fromkeys(tuple(record["shapes"]["models"]) for record in mine))
     nodes = sorted({record["shapes"]["nodes"] for record in mine})
     names = _ours_first(mine)

@@ -43,7 +43,9 @@ def tree_attention(
 
     Args:
         q: rotated queries `[B, N, Hq, D]`; fp16, bf16 or fp32; any strides.
-        k_cache: rotated keys `[B, Hkv, S, D]`, dtype of q; any strides. With `slots`, of any number of sequences.
+        k_cache: rotated keys `[B, Hkv, S, D]`, dtype of q; any strides. With `slots`, of any number of sequences. A GPU
+            divides the work for S keys: if the host knows that far fewer rows are filled, a view of these
+            (`k_cache[:, :, :filled]`) takes less time.
         v_cache: values, like `k_cache`.
         cache_lens: int32 `[B]`, cached rows before the tree's rows; `cache_lens[b] + N <= S`.
         ancestors: int64 `[N, W]` or `[B, N, W]`, `W = ceil(N / 64)`: bit `j % 64` of word `j // 64` of row i is set iff

@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parents[1]
 # benchmarks/ and recipes/ are not installed. First, because tests/ has a folder of the same name as benchmarks/.
 sys.path.insert(0, str(ROOT))
 
-# tests/clients has an environment of its own: `make test-clients`.
-collect_ignore = ["clients"]
+# tests/clients has an environment of its own: `make test-clients`. tests/emulator runs under its own plugin.
+collect_ignore = ["clients", *([] if "emulator.plugin" in sys.modules else ["emulator"])]
 
 # Several workers on few cores: one thread each. Read by OpenMP when torch is first imported, hence here.
 if "PYTEST_XDIST_WORKER" in os.environ:

@@ -86,7 +86,8 @@ def configuration(
         time = _time(config, device, dtype, out_features, in_features, gate, parts)
         return time, device.idle(count, held), -held
 
-    return min(choices(device, dtype, m, gate), key=rank)
+    config = min(choices(device, dtype, m, gate), key=rank)
+    return replace(config, num_warps=2) if TWO_WARPS and m == 16 and device.capability < (9, 0) else config
 
 
 def best_parts(device: Device, dtype: torch.dtype, rows: int, out_features: int, in_features: int) -> int:
@@ -96,11 +97,12 @@ def best_parts(device: Device, dtype: torch.dtype, rows: int, out_features: int,
     """
     if not SPLIT_K or dtype == torch.float32 or rows > MOST_ROWS:
         return 1
-    return _best_parts(device, dtype, rows, out_features, in_features)
+    return _best_parts(device, dtype, rows, out_features, in_features, needed_in_flight(device))
 
 
 @functools.cache
-def _best_parts(device: Device, dtype: torch.dtype, rows: int, out_features: int, in_features: int) -> int:
+def _best_parts(device: Device, dtype: torch.dtype, rows: int, out_features: int, in_features: int, _: float) -> int:
+    # The last argument is a setting that `_time` reads: what is remembered must not outlive it.
     def time(parts: int) -> float:
         config = configuration(device, dtype, rows, out_features, in_features, False, parts=parts)
         idle = device.idle(-(-out_features // config.block_n) * parts, programs(config, device, dtype, False))
@@ -131,13 +133,36 @@ def _on_hopper(device: Device, m: int, out_features: int, gate: bool) -> Config:
     return Config(False, m, 128, 64, 4, 5)
 
 
-IN_FLIGHT = 16 * 1024
-"""Bytes of weights in flight to each multiprocessor that keep the memory busy: what it delivers within its latency. An
-A100 needs 11 KiB (2 TB/s for 0.6 us)."""
+IN_FLIGHT: float | None = 16 * 1024
+"""Bytes of weights in flight to each multiprocessor that keep the memory busy: what it delivers within its latency.
+None: the device's own, see `CALCULATED_IN_FLIGHT`."""
+
+CALCULATED_IN_FLIGHT = {
+    (8, 0): 1935e9 / 108,
+    (8, 6): 768e9 / 84,
+    (8, 9): 864e9 / 142,
+    (9, 0): 3350e9 / 132,
+    (10, 0): 8000e9 / 148,
+    (12, 0): 1792e9 / 170,
+}
+"""Bytes per second and multiprocessor of an A100, A6000, L40S, H100, B200 and RTX 5090, by data sheet."""
+
+LATENCY = 0.6e-6
+"""Seconds that the memory takes to answer, estimated."""
+
+TWO_WARPS = False
+"""Whether 16 rows of x get 2 warps instead of 4 on GPUs before Hopper. The results have the same bits."""
 
 PULL = 2.3
 """Most that a multiprocessor can load, activations included, as a multiple of its even share of the bandwidth. 75 KB/us
 of 33 explain what 64 rows cost on an H200; for other GPUs it is a guess."""
+
+
+def needed_in_flight(device: Device) -> float:
+    """Return the bytes in flight to each multiprocessor that keep a device's memory busy."""
+    if IN_FLIGHT is not None:
+        return IN_FLIGHT
+    return LATENCY * CALCULATED_IN_FLIGHT.get(device.capability, CALCULATED_IN_FLIGHT[9, 0])
 
 
 def choices(device: Device, dtype: torch.dtype, m: int, gate: bool) -> list[Config]:
@@ -183,11 +208,12 @@ def _time(
     """
     weights, count = config.block_n * (1 + gate), device.multiprocessors
     in_flight = (config.num_stages - 1) * weights * config.block_k * dtype.itemsize
-    latency = count * IN_FLIGHT / (in_features * dtype.itemsize)
+    needed = needed_in_flight(device)
+    latency = count * needed / (in_features * dtype.itemsize)
 
     def wave(held: int) -> float:
         busiest = -(-held // count) * (weights + config.block_m)
-        return latency + max(held * weights, busiest * count / PULL, count * IN_FLIGHT / in_flight * weights) / parts
+        return latency + max(held * weights, busiest * count / PULL, count * needed / in_flight * weights) / parts
 
     at_once = count * programs(config, device, dtype, gate)
     waves, rest = divmod(-(-out_features // weights) * parts, at_once)

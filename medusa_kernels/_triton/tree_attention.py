@@ -8,7 +8,6 @@ never changes, and no value is read on the host.
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -28,6 +27,10 @@ LAST_MERGES = True
 MERGED_BYTES = 128 * 1024
 """Bytes of a tile's shares up to which its last program merges them. One multiprocessor reads 75 to 100 KB/us from the
 L2, so that more would take longer than the launch that is saved (calculated)."""
+
+MOST_WAVES = 4
+"""How many times as many programs as run at once may be planned. Shares are planned for all rows of the cache. With 1,
+texts much shorter than their cache have no second wave and keep the early start, but long ones take longer."""
 
 MERGE_CHUNK = 8
 """Shares whose largest scores the merge loads at once."""
@@ -86,7 +89,7 @@ def _splits(config: Config, programs: int, slots: int, keys: int) -> int:
     The estimated time is waves times the keys of a share, plus a constant per program. The fewest shares of the least
     time win. More than a few waves gain nothing, so they are not tried.
     """
-    most = max(1, min(keys // config.min_keys, 4 * slots // programs, 256))
+    most = max(1, min(keys // config.min_keys, MOST_WAVES * slots // programs, 256))
     overhead = 128
     return min(range(1, most + 1), key=lambda s: (-(-programs * s // slots) * (keys / s + overhead * (s > 1)), s))
 
@@ -132,7 +135,7 @@ def tree_attention(
         )  # fmt: skip
         if splits > 1 and not merges:
             merge_kernel[(rows, kv_heads, batch)](
-                parts, stats, cache_lens, out, math.log2(math.e) * (size if softcap is None else 1), *sizes,
+                parts, stats, cache_lens, out, size if softcap is None else 1.0, *sizes,
                 **_constants(config, head_dim, nodes, window),
                 PDL=pdl, num_warps=MERGE.num_warps, num_stages=MERGE.num_stages, **OPTIONS, **launch_options(pdl),
             )  # fmt: skip

@@ -383,12 +383,13 @@ def attend_kernel(
 
 @triton.jit(do_not_specialize=["nodes", "groups", "splits", "window"])
 def merge_kernel(
-    parts, stats, cache_lens, out, factor, nodes, groups, splits, window,
+    parts, stats, cache_lens, out, scale, nodes, groups, splits, window,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TREE_BLOCK: tl.constexpr, MIN_UNITS: tl.constexpr,
     SINGLE: tl.constexpr, HAS_WINDOW: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute sum(w part) / sum(w sum) with w = 2^((high - max high) factor) over the shares of one row, in order.
+    """Compute sum(w part) / sum(w sum) with w = e^((high - max high) scale) over the shares of one row, in order.
 
+    scale is 1 with a softcap. Times log2(e) it is rounded here as in `attend_kernel`, so that the results are the same.
     parts [B, Hkv, splits, N * G, D] and stats [B, Hkv, splits, N * G, 2] as `attend_kernel` stores them; shares that no
     program stored are not read. out [B, N, Hkv * G, D] is rounded once from fp32.
     """
@@ -400,6 +401,6 @@ def merge_kernel(
     _, _, _, _, used = _shares(length, nodes, window, splits, SINGLE, HAS_WINDOW, BLOCK_N, TREE_BLOCK, MIN_UNITS)
     if used > 1:
         _merge(
-            parts, stats, out, i_b, tl.program_id(1), tl.program_id(0), used, factor, nodes, groups, splits,
+            parts, stats, out, i_b, tl.program_id(1), tl.program_id(0), used, scale * LOG2E, nodes, groups, splits,
             1, D, BLOCK_D, CHUNK, CHUNK,
         )  # fmt: skip

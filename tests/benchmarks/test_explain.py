@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks import bench_step, explain, harness, step_launches
-from benchmarks.bench_step import FORMS, OLD, WAYS
+from benchmarks.bench_step import FORMS, OLD, SETTINGS, WAYS
 from benchmarks.explain import Kernel, Measured, Stage, measured, predict, stages_of
 from benchmarks.inspection import TARGETS
 from benchmarks.roofline import read_steps
@@ -259,11 +259,11 @@ def test_the_launches_of_a_whole_step_are_recorded(model: str, layers: int) -> N
     assert last.weights["w0"] == f"model.layers.{layers - 1}.mlp.down_proj.weight"
 
 
-def shown(form: dict[str, Any] | None, model: str, nodes: int) -> list[Any]:
+def shown(form: dict[str, Any] | None, model: str, nodes: int, arch: str = "90") -> list[Any]:
     way = bench_step.Way("graph", constants=form or {})
     found = []
     with way.settings():
-        for one in step_launches.step_launches(model, nodes, 8192, "shared, trimmed 8192", TARGETS["90"]):
+        for one in step_launches.step_launches(model, nodes, 8192, "shared, trimmed 8192", TARGETS[arch]):
             spec = None if one.kernel is None else specialisation(one)
             found.append((one.name, one.grid, spec and (spec.constants, spec.num_warps, spec.num_stages)))
     return found
@@ -280,6 +280,23 @@ def test_a_form_turned_off_launches_other_kernels(name: str) -> None:
     without = [shown(FORMS[name], *case) for case in cases]
     assert without != before
     assert [shown(None, *case) for case in cases] == before
+
+
+JUDGED_ON = {
+    "calculated bytes in flight": ("Llama-2-7B", 64, "100"),
+    "one wave of attention": ("Llama-2-7B", 64, "86"),
+    "merges up to 32 KiB": ("Llama-2-7B", 64, "90"),
+    "two warps for 16 rows": ("Llama-2-7B", 1, "80"),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_setting_launches_other_kernels_where_it_is_judged(name: str) -> None:
+    case = JUDGED_ON[name]
+    before = shown(None, *case)
+    with_setting = shown(WAYS[f"graph with {name}"].constants, *case)
+    assert with_setting != before
+    assert shown(None, *case) == before
 
 
 def test_every_constant_of_a_way_exists_and_is_set_back() -> None:

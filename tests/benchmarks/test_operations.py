@@ -60,6 +60,13 @@ def test_an_attention_peer_that_ignores_the_tree_is_not_timed(monkeypatch: pytes
     assert "median_us" in found["medusa_kernels"]
 
 
+def test_a_short_text_in_a_large_cache_is_planned_in_three_ways() -> None:
+    found = measured(bench_tree_attention, dataclasses.replace(ATTENTION, spare=100))
+    assert set(found) == {"medusa_kernels", "one wave", "valid rows"}
+    assert {one["shapes"]["spare"] for one in found.values()} == {100}
+    assert len({one["bytes"] for one in found.values()}) == 1
+
+
 def test_visible_is_the_trees_ancestors() -> None:
     tree = bench_tree_attention.tree(64)
     seen = bench_tree_attention.visible(64)
@@ -73,7 +80,8 @@ def test_visible_is_the_trees_ancestors() -> None:
 
 def test_attention_covers_every_listed_shape_once() -> None:
     cases = list(bench_tree_attention.cases())
-    assert len(set(cases)) == len(cases) == 4 * 4 * 3 * 3
+    assert len(set(cases)) == len(cases)
+    assert sum(not case.spare for case in cases) == 4 * 4 * 3 * 3
     assert (cases[0].nodes, cases[0].prefix, cases[0].batch) == (64, 8192, 1)
 
 

@@ -401,6 +401,20 @@ def test_attention_after_a_prefix_equals_fp64(attend, dtype, size, length, offse
     assert error <= 2 * bound + torch.finfo(dtype).eps * exact.abs().max()
 
 
+def test_pieces_after_a_prefix_are_given_the_filled_rows(monkeypatch):
+    """A GPU divides the work for the rows that it is given, here 600 of a cache of 4,096."""
+    seen = []
+
+    def attend(q, k, v, lens, ancestors, **kwargs):
+        seen.append((k.shape[2], v.shape[2]))
+        return tree_attention(q, k, v, lens, ancestors, **kwargs)
+
+    monkeypatch.setattr(prefill_attention, "tree_attention", attend)
+    q, cache = torch.randn(1, 500, 2, 8), torch.randn(2, 1, 1, 4096, 8)
+    prefill_attention._prefill_by_chains(q, *cache, torch.tensor([100], dtype=torch.int32), 100, 0.3, None)
+    assert seen == [(356, 356), (600, 600)]
+
+
 def with_lse(*args, **kwargs):
     return flash_attn_func(*args, **kwargs), torch.empty(0)
 

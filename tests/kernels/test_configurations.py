@@ -22,7 +22,16 @@ from benchmarks.inspection import TARGETS
 from benchmarks.kernel_forms import FORMS
 from medusa_kernels import _registry, selftest
 from medusa_kernels._registry import Implementation, interpreted
-from medusa_kernels._triton import decode_linear, heads_topk, launch, streaming, tree_attention, tree_verify
+from medusa_kernels._triton import (
+    decode_linear,
+    decode_linear_configs,
+    heads_topk,
+    launch,
+    streaming,
+    tree_attention,
+    tree_attention_configs,
+    tree_verify,
+)
 from medusa_kernels._triton.decode_linear_configs import best_parts
 from medusa_kernels._triton.launch import Device
 from medusa_kernels.tree_attention import SMALLEST_TILE
@@ -212,6 +221,52 @@ def test_parts_are_no_more_than_they_must_be() -> None:
     assert best_parts(h200, torch.float32, 64, 4096, 4096) == 1
 
 
+def test_bytes_in_flight_can_be_the_device_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An A6000's 768 GB/s are 9.1 KB/us for each of 84 multiprocessors; a B200 needs six times as much.
+
+    What was chosen with the usual number is neither kept nor lost.
+    """
+    a6000, b200 = TARGETS["86"], TARGETS["100"]
+    usual = best_parts(b200, BF16, 64, 4096, 11008)
+    with monkeypatch.context() as patch:
+        patch.setattr(decode_linear_configs, "IN_FLIGHT", None)
+        assert decode_linear_configs.needed_in_flight(a6000) == pytest.approx(768e3 / 84 * 0.6)
+        assert decode_linear_configs.needed_in_flight(b200) > 5 * decode_linear_configs.needed_in_flight(a6000)
+        assert best_parts(b200, BF16, 64, 4096, 11008) > usual
+    assert best_parts(b200, BF16, 64, 4096, 11008) == usual
+
+
+def few_rows(device: Device, rows: int) -> list[Any]:
+    return [
+        tree_attention.configuration(device, BF16, 128, rows),
+        *(decode_linear.configuration(device, BF16, rows, 8192, 4096, gate) for gate in (False, True)),
+    ]
+
+
+def test_two_warps_are_for_16_rows_on_gpus_before_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_attention_configs, "TWO_WARPS", True)
+    monkeypatch.setattr(decode_linear_configs, "TWO_WARPS", True)
+    for arch, warps in (("80", 2), ("86", 2), ("89", 2), ("90", 4), ("100", 4)):
+        assert {config.num_warps for config in few_rows(TARGETS[arch], 16)} == {warps}
+        assert {config.num_warps for config in few_rows(TARGETS[arch], 17)} == {4}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ["80", "86"])
+def test_two_warps_hold_16_rows_in_registers(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
+    """With blocks of 64 keys an A6000 would spill."""
+    monkeypatch.setattr(tree_attention_configs, "TWO_WARPS", True)
+    monkeypatch.setattr(decode_linear_configs, "TWO_WARPS", True)
+    found = [
+        inspection.compiled_row(spec, arch, tree_attention.OPTIONS)
+        for op in ("tree_attention", "decode_linear")
+        for spec in FORMS[op](TARGETS[arch])
+        if spec.num_warps == 2 and not spec.name.endswith("merges")
+    ]
+    assert {row.name.split()[0] for row in found} == {"tree_attention", "decode_linear"}
+    assert [breach for row in found for breach in inspection.breaches(row)] == []
+
+
 def test_divided_projections_leave_room_for_the_next_kernel() -> None:
     """Two programs share a multiprocessor of a Hopper GPU: one that runs, and one of the kernel that starts early."""
     for rows in (1, 16, 32, 64):
@@ -334,6 +389,13 @@ def test_attention_lets_the_next_kernel_start_early_if_its_programs_run_at_once(
 ) -> None:
     assert attention_launches(monkeypatch, 32, 32, 64, 1536)[0][1]["EARLY"]
     assert not attention_launches(monkeypatch, 512, 512, 1, 1088)[0][1]["EARLY"]
+
+
+def test_attention_in_one_wave_keeps_the_early_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama-2-13B with a cache of 32,768 rows: 40 KV heads times 13 shares are four waves, times 3 they are one."""
+    assert not attention_launches(monkeypatch, 40, 40, 64, 32768)[0][1]["EARLY"]
+    monkeypatch.setattr(tree_attention, "MOST_WAVES", 1)
+    assert attention_launches(monkeypatch, 40, 40, 64, 32768)[0][1]["EARLY"]
 
 
 def test_attention_may_use_the_registers_that_its_programs_have(monkeypatch: pytest.MonkeyPatch) -> None:

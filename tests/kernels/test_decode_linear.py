@@ -414,6 +414,22 @@ def test_repeated_calls_are_bit_equal(device: str, form: str, rows: int) -> None
     assert torch.equal(run(case), run(case))
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_two_warps_give_the_same_bits(device: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """16 rows on GPUs before Hopper; all others have 4 warps anyway."""
+    if served_by("decode_linear", device).name != "triton":
+        pytest.skip("warps are those of a GPU")
+    configs = pytest.importorskip("medusa_kernels._triton.decode_linear_configs")
+    for rows, size in ((5, 256), (16, 272)):
+        case = make_form(form, rows, size, (140, 70, 33), dtype=torch.float16, device=device)
+        results = []
+        for two in (False, True):
+            monkeypatch.setattr(configs, "TWO_WARPS", two)
+            results.append(run(case))
+        assert not results[0].isnan().any()
+        assert torch.equal(*results)
+
+
 def test_one_row_and_empty_inputs(device: str) -> None:
     case = make((7,), 1, (), device=device)
     case["weights"] = [torch.ones(4, 1, device=device)]

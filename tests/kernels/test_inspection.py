@@ -150,6 +150,16 @@ def matmul_kernel(x, y, out, size, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
     tl.store(out + o[:, None] * BLOCK + o[None, :], acc)
 
 
+@triton.jit
+def power_kernel(x, out, count, LOSES: tl.constexpr):
+    power = tl.load(x)
+    following = power if LOSES else power * 2
+    for _ in range(count):
+        power = following
+        following = following * 2
+    tl.store(out, power)
+
+
 def softmax_of(size: int, warps: int) -> Specialisation:
     return Specialisation("softmax", softmax_kernel, {"x": "*fp32", "y": "*fp32"}, {"SIZE": size}, warps, 1)
 
@@ -183,6 +193,19 @@ def test_a_kernel_beyond_the_shared_memory_of_one_target_is_reported() -> None:
     assert large.dots_16_bit
     assert large.streams
     assert min(large.counts.tensor_ops, large.counts.async_copies, large.counts.wide_loads) > 0
+
+
+@needs_compiler
+def test_a_variable_that_a_loop_does_not_carry_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`power` is assigned the value that it has, in the first iteration: Triton takes it for unchanged."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    signature = {"x": "*fp32", "out": "*fp32", "count": "i32"}
+    for loses in (True, False):
+        spec = Specialisation("power", power_kernel, signature, {"LOSES": loses}, 1, 1)
+        row = inspection.compiled_row(spec, "80", {})
+        lost = [line for line in breaches(row) if "not carried" in line]
+        assert bool(lost) == loses
+        assert all(line.startswith("power in line ") for line in lost)
 
 
 @needs_compiler

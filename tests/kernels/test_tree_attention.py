@@ -273,9 +273,12 @@ def zeros_for(case: Case) -> Tensor:
 def test_the_last_program_merges_to_the_same_bits(
     device: str, monkeypatch: pytest.MonkeyPatch, merges: Launches, nodes: int, window: int | None, dtype: torch.dtype
 ) -> None:
-    """Up to three tiles of rows, batch rows with one share of keys and with several, twice with the same counters."""
+    """Up to three tiles of rows, batch rows with one share of keys and with several, twice with the same counters.
+
+    The default scale of 20 dimensions, times log2(e), is one number if rounded once and another if rounded twice.
+    """
     cut_finely(monkeypatch, rows=16, splits=5)
-    case = make(nodes, [0, 10, 70], heads=4, kv_heads=2, dim=16, dtype=dtype, device=device)
+    case = make(nodes, [0, 10, 70], heads=4, kv_heads=2, dim=20, dtype=dtype, device=device)
     expected = run(case, window=window)
     assert merges.count == 1
     counters = zeros_for(case)
@@ -334,6 +337,21 @@ def test_overlapped_products_give_the_same_bits(
             results.append(run(case, **options))
         assert not results[0].isnan().any()
         assert torch.equal(*results)
+
+
+@pytest.mark.usefixtures("merges")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("nodes", "heads"), [(1, (7, 1)), (4, (8, 2))])
+def test_two_warps_of_16_rows_are_as_exact(
+    device: str, monkeypatch: pytest.MonkeyPatch, nodes: int, heads: tuple[int, int], dtype: torch.dtype
+) -> None:
+    """Only GPUs before Hopper have such tiles; with and without the merge by the last program."""
+    configs = pytest.importorskip("medusa_kernels._triton.tree_attention_configs")
+    monkeypatch.setattr(configs, "TWO_WARPS", True)
+    case = make(nodes, [600], heads=heads[0], kv_heads=heads[1], dim=128, dtype=dtype, device=device)
+    got = run(case)
+    assert torch.equal(run(case, counters=zeros_for(case)), got)
+    assert_within_twice(got, *plain_and_exact(case))
 
 
 def test_counters_are_made_where_they_are_used(device: str) -> None:

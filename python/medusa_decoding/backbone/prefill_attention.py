@@ -185,15 +185,16 @@ def _prefill_by_chains(
     """Attend by `tree_attention`, piece by piece: the tokens of each piece are a tree that is one chain.
 
     PyTorch's flash kernels take neither a mask nor, through the public function, a causal diagonal at the lower right;
-    its other kernels need the mask in memory, and with grouped heads also the scores.
+    its other kernels need the mask in memory, and with grouped heads also the scores. A piece is given the filled rows
+    only: the kernel divides the work for the rows that it is given.
     """
     out = torch.empty_like(q)
     for first in range(0, q.shape[1], MAX_NODES):
         piece = q[:, first : first + MAX_NODES]
         nodes = piece.shape[1]
-        ancestors = chain_words(nodes, q.device)
+        keys, values = (cache[:, :, : offset + first + nodes] for cache in (k_cache, v_cache))
         out[:, first : first + nodes] = tree_attention(
-            piece, k_cache, v_cache, cache_lens + first, ancestors, scale=scale, window=window
+            piece, keys, values, cache_lens + first, chain_words(nodes, q.device), scale=scale, window=window
         )
     return out
 
