@@ -119,6 +119,10 @@ def _tree_attention(device: Device) -> Iterator[Specialisation]:
     pdl = has_programmatic(device)
     for form, merges in itertools.product(_ATTENTION, (False, True)):
         yield _attend_form(device, form, merges=merges, pdl=pdl, early=pdl)
+    for rows in (64, 256):
+        yield _attend_form(
+            device, (torch.bfloat16, 128, 64, rows, None, False), merges=True, pdl=pdl, early=pdl, slots=True
+        )
     if pdl:
         yield _attend_form(device, (torch.bfloat16, 128, 64, 64, None, False), merges=True, pdl=True, early=False)
     for dtype, head_dim in _ATTENTION_MERGES:
@@ -132,7 +136,7 @@ def _tree_attention(device: Device) -> Iterator[Specialisation]:
         )
 
 
-def _attend_form(device, form, *, merges, pdl, early):
+def _attend_form(device, form, *, merges, pdl, early, slots=False):
     """Describe one compiled form of the kernel that attends."""
     dtype, head_dim, nodes, rows, window, cap, *sizes = form
     keys, kv_heads = (*sizes, *(LONG, 1)[len(sizes) :])
@@ -141,12 +145,12 @@ def _attend_form(device, form, *, merges, pdl, early):
     words = (
         f"tree_attention attend {kind} D{head_dim} N{nodes} M{rows}", "short" * (keys < LONG),
         "crowded" * (kv_heads > 1), "window" * bool(window), "softcap" * cap,
-        "deep" * tree_attention._deep(nodes, window), "merges" * merges, "late" * (pdl and not early),
+        "deep" * tree_attention._deep(nodes, window), "merges" * merges, "late" * (pdl and not early), "slots" * slots,
     )  # fmt: skip
     types = {
         "q k_cache v_cache out": f"*{kind}",
         "parts stats": "*fp32",
-        "cache_lens counters": "*i32",
+        "cache_lens counters slots": "*i32",
         "ancestors": "*i64",
         "scale softcap": "fp32",
     }
@@ -156,7 +160,7 @@ def _attend_form(device, form, *, merges, pdl, early):
         types,
         {f"stride_{tensor}_d": 1 for tensor in ("q", "k", "v")}
         | tree_attention._attend_constants(config, head_dim, nodes, window, capped=cap, negative=False)
-        | {"MERGES": merges, "PDL": pdl, "EARLY": early},
+        | {"MERGES": merges, "HAS_SLOTS": slots, "PDL": pdl, "EARLY": early},
         config,
         aligned=tuple(n for n in names if n.startswith("stride_") and n[7] in "qkv" and n[-1] != "d"),
         programs=config.programs,
@@ -167,20 +171,25 @@ def _attend_form(device, form, *, merges, pdl, early):
 def _rope_append(device: Device) -> Iterator[Specialisation]:
     """Yield the usual head sizes in every dtype, and one form whose heads have strided elements."""
     dims = (64, 80, 96, 128, 256)
-    cases = [(dtype, dim, 1, 1, False) for dtype in (torch.bfloat16, torch.float16, torch.float32) for dim in dims]
+    cases: list[tuple[Any, ...]] = [
+        (dtype, dim, 1, 1, False) for dtype in (torch.bfloat16, torch.float16, torch.float32) for dim in dims
+    ]
     cases += [(torch.bfloat16, 128, 1, parts, norm) for parts, norm in ((1, True), (2, False), (4, True))]
     cases += [(torch.float32, 128, 1, 1, True), (torch.bfloat16, 128, 2, 1, False)]
+    cases += [(torch.bfloat16, 128, 1, 1, False, True)]
     names = rope_append._rope_append_kernel.arg_names
-    for dtype, dim, last, parts, norm in cases:
+    for dtype, dim, last, parts, norm, *slots in cases:
         config, kind = rope_append.configuration(dtype, dim), TRITON_TYPES[dtype]
         yield specialise(
-            f"rope_append {kind} D{dim}" + f" {parts} parts" * (parts > 1) + " norms" * norm + " strided" * (last != 1),
+            f"rope_append {kind} D{dim}" + f" {parts} parts" * (parts > 1) + " norms" * norm + " strided" * (last != 1)
+            + " slots" * bool(slots),
             rope_append._rope_append_kernel,
             {"q k v": f"*{kind if parts == 1 else 'fp32'}", "cos sin k_cache v_cache q_norm k_norm out": f"*{kind}",
-             "cache_lens depths": "*i32", "eps": "fp32"},
+             "cache_lens depths slots": "*i32", "eps": "fp32"},
             dict.fromkeys((name for name in names if name.startswith("STRIDE_")), last)
             | {"D": dim, "HALF": triton.next_power_of_2(dim // 2), "ROWS": config.rows}
-            | {"PARTS": parts, "HAS_NORM": norm, "PDL": has_programmatic(device), "EARLY": has_programmatic(device)},
+            | {"PARTS": parts, "HAS_NORM": norm, "HAS_SLOTS": bool(slots), "PDL": has_programmatic(device)}
+            | {"EARLY": has_programmatic(device)},
             config,
             aligned=tuple(n for n in names if n.startswith("stride_") and n not in rope_append._UNSPECIALISED),
         )  # fmt: skip
@@ -441,9 +450,10 @@ def _tree_accept(device: Device) -> Iterator[Specialisation]:
                 "hidden state_hidden": f"*{kind}",
                 "tokens next_tokens paths eos step root output": "*i64",
                 "depths max_new lengths count log path accept_lens old_lengths": "*i32",
+                "check report": "*i32",
                 "finished": "*i8",
             },
-            constants | _early(device, nodes < 128),
+            constants | {"HAS_REPORT": True} | _early(device, nodes < 128),
             tree_accept.WARPS,
             aligned=("size",) if aligned else (),
         )

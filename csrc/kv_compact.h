@@ -1,7 +1,8 @@
 // The code of kv_compact for both compilers: the check of a path, the choice of a unit and the loop that moves rows.
 //
-// The cache is [layers2, slots, kv_heads, rows, row_bytes], contiguous bytes of unknown element type, of which the first
-// `batch` of the slots from `kv` on are moved: a batch may be some neighbours of a larger one. After a step, row
+// The cache is [layers2, stored, kv_heads, rows, row_bytes], contiguous bytes of unknown element type, of which the
+// first `sequences` of the stored ones from `kv` on may be moved. Batch row b is sequence slots[b], or b if slots is
+// null; then there are `batch` sequences. After a step, row
 // cache_lens[b] + path[b, i] moves to row cache_lens[b] + i for i <= accept_lens[b]. The path ascends strictly from 0
 // or more, so path[i] >= i: no source comes before its target. A walk upwards therefore never overwrites a row that it
 // has yet to read, although sources and targets overlap: target i < j <= path[j] = source j, for every j > i. Columns
@@ -28,13 +29,14 @@
 namespace medusa {
 
 // Raise it when the arguments or the meaning of an exported function change, also in medusa_kernels/_native.py.
-constexpr int kAbiVersion = 4;
+constexpr int kAbiVersion = 5;
 
 enum Status : int {
   kOk = 0,
   kRowOutside = 1,     // a source or target row is outside [0, rows)
   kPathUnordered = 2,  // path is not strictly ascending, or path[i] < i
   kAcceptOutside = 3,  // accept_lens is outside [-1, path_len)
+  kSlotOutside = 4,    // a slot is outside [0, sequences)
 };
 
 struct alignas(16) Unit16 {
@@ -46,6 +48,9 @@ inline int64_t widest_unit(const void* kv, int64_t row_bytes) {
   const uint64_t bits = reinterpret_cast<uintptr_t>(kv) | static_cast<uint64_t>(row_bytes) | 16;
   return static_cast<int64_t>(bits & (~bits + 1));
 }
+
+// Returns the sequence that belongs to a batch row.
+MEDUSA_HOST_DEVICE int64_t slot_of(const int32_t* slots, int64_t b) { return slots == nullptr ? b : slots[b]; }
 
 // Rows per chunk: enough for a usual path (the root and one node per head), and few enough for registers.
 constexpr int kChunk = 8;

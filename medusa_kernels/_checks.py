@@ -83,6 +83,24 @@ def typed(name: str, tensor: Tensor, expected: Shape, wanted: torch.dtype, like:
     same_device(name, tensor, like, other)
 
 
+def slots_axis(name: str, cache: Tensor, batch: int, slots: Tensor | None) -> int | str:
+    """Return the expected size of a cache's axis of sequences; with `slots`, check these as well."""
+    if slots is None:
+        return batch
+    typed("slots", slots, (batch,), torch.int32, name, cache)
+    return "C"
+
+
+def slots_fit(slots: Tensor | None, count: int) -> list[int] | None:
+    """Check on the host that all slots are among the `count` sequences of a cache; return them as a list."""
+    if slots is None:
+        return None
+    for row, slot in enumerate(found := slots.tolist()):
+        if not 0 <= slot < count:
+            raise ValueError(f"slots: expected 0 to {count - 1}, got {slot} in batch row {row}")
+    return found
+
+
 def rows_fit(lengths: Sequence[int], added: int, capacity: int) -> None:
     """Check on the host that `added` rows after each cached prefix are within the cache."""
     for row, length in enumerate(lengths):

@@ -16,7 +16,7 @@ from typing import Any, Literal
 Kind = Literal["cpu", "cuda"]
 
 # The same number as kAbiVersion in csrc/kv_compact.h.
-ABI_VERSION = 4
+ABI_VERSION = 5
 LIBRARY_FOLDER = Path(__file__).parent / "_lib"
 
 
@@ -83,11 +83,11 @@ def _load(folder: Path, kind: Kind) -> tuple[ctypes.CDLL | None, str]:
 
 def _declare(library: ctypes.CDLL, kind: Kind) -> None:
     pointer, integer = ctypes.c_void_p, ctypes.c_int64
-    # kv, layers2, slots, batch, kv_heads, rows, row_bytes, cache_lens, path, path_len, accept_lens
-    arguments: list[Any] = [pointer, *[integer] * 6, pointer, pointer, integer, pointer]
+    # kv, layers2, stored, sequences, batch, kv_heads, rows, row_bytes, cache_lens, path, path_len, accept_lens, slots
+    arguments: list[Any] = [pointer, *[integer] * 7, pointer, pointer, integer, pointer, pointer]
     if kind == "cpu":
         # -> 0: done. Nothing was moved if 1: a row is outside [0, rows), 2: a path does not ascend strictly from 0 or
-        #    more, 3: an accepted length is outside [-1, path_len)
+        #    more, 3: an accepted length is outside [-1, path_len), 4: a slot is outside [0, sequences)
         library.medusa_kv_compact_cpu.argtypes = arguments
         for op in CPU_OPS:  # struct -> the enum Result of csrc/cpu/ops.h
             getattr(library, f"medusa_{op}_cpu").argtypes = [ctypes.c_char_p]

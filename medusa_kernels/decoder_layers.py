@@ -109,6 +109,7 @@ def decoder_layers(
     windows: Sequence[int],
     eps: float,
     scale: float,
+    slots: Tensor | None = None,
 ) -> Tensor:
     """Run embedded nodes through all layers and the final norm, and append their keys and values to the cache.
 
@@ -121,7 +122,8 @@ def decoder_layers(
         weights: all layers' tensors and the final norm's, from `packed`; dtype of hidden, or int8 with scales.
         forms: which tensors each layer has, from `packed`.
         kv: the cache `[L, 2, B, Hkv, S, D]`, dtype of hidden, contiguous, or neighbouring sequences of a contiguous
-            one. Mutated: rows `cache_lens[b]` to `cache_lens[b] + N` of every layer.
+            one; with `slots`, of any number of sequences. Mutated: rows `cache_lens[b]` to `cache_lens[b] + N` of every
+            layer.
         cos: table `[P, D]` or `[B, P, D]`, contiguous, dtype of hidden.
         sin: like `cos`.
         cache_lens: int32 `[B]`, rows already cached; not changed.
@@ -130,20 +132,22 @@ def decoder_layers(
         windows: the sliding window of each layer in positions, 0 for none.
         eps: of all norms.
         scale: factor of the attention scores.
+        slots: int32 `[B]`, which sequence of the cache belongs to each batch row, each at most once. None: sequence b
+            to row b.
 
     Returns:
         The hidden states after the final norm, `[B, N, H]`, a new contiguous tensor.
 
     Raises:
-        ValueError: an argument has a wrong shape, dtype, device or value (on the CPU also if a row would be outside the
-            cache or a position outside the tables). Shapes of single weights are checked by `packed`, which builds
-            them, except how they fit the heads of the cache, which is checked on the CPU.
+        ValueError: an argument has a wrong shape, dtype, device or value (on the CPU also if a row or slot would be
+            outside the cache or a position outside the tables). Shapes of single weights are checked by `packed`, which
+            builds them, except how they fit the heads of the cache, which is checked on the CPU.
     """
     _checks.axes("hidden", hidden, "B", "N", "H")
     batch, nodes, width = hidden.shape
     _checks.dtype("hidden", hidden, *_checks.FLOATS)
     count = len(forms)
-    _checks.shape("kv", kv, (count, 2, batch, "Hkv", "S", "D"))
+    _checks.shape("kv", kv, (count, 2, _checks.slots_axis("hidden", hidden, batch, slots), "Hkv", "S", "D"))
     _checks.match("kv", kv, kv.shape, "hidden", hidden)
     _checks.cache_slots("kv", kv)
     head_dim = kv.shape[5]
@@ -162,7 +166,7 @@ def decoder_layers(
     _checks.match("weights[-1]", weights[-1], (width,), "hidden", hidden)
     return torch.ops.medusa_kernels.decoder_layers.default(
         hidden, list(weights), list(forms), kv, cos, sin, cache_lens, depths, ancestors,
-        windows=list(windows), eps=eps, scale=scale,
+        windows=list(windows), eps=eps, scale=scale, slots=slots,
     )  # fmt: skip
 
 
@@ -195,16 +199,17 @@ def _layout(forms: tuple[int, ...]) -> _Layout:
 
 
 def _native(
-    hidden, weights, forms, kv, cos, sin, cache_lens, depths, ancestors, *, windows, eps, scale
+    hidden, weights, forms, kv, cos, sin, cache_lens, depths, ancestors, *, windows, eps, scale, slots=None
 ):  # fmt: skip
     """Run the op by the C++ library, on a CPU."""
     batch, nodes, width = hidden.shape
-    _, _, _, kv_heads, rows, head_dim = kv.shape
+    _, _, sequences, kv_heads, rows, head_dim = kv.shape
     few = 0 < batch * nodes <= MOST_ROWS_CPU
     if not few or not forms or hidden.dtype not in _cpu.ACTIVATIONS or head_dim % 2 or head_dim > MOST_HEAD_DIM:
         return _composed(
-            hidden, weights, forms, kv, cos, sin, cache_lens, depths, ancestors, windows=windows, eps=eps, scale=scale
-        )
+            hidden, weights, forms, kv, cos, sin, cache_lens, depths, ancestors, windows=windows, eps=eps, scale=scale,
+            slots=slots,
+        )  # fmt: skip
     layout = _layout(tuple(forms))
     query_rows, key_rows = weights[layout.q].shape[0], weights[layout.k].shape[0]
     if key_rows != kv_heads * head_dim or query_rows % key_rows:
@@ -218,6 +223,7 @@ def _native(
     pointers, sizes = (torch.tensor(numbers, dtype=torch.int64, device="cpu") for numbers in (table, windows))
     # Held until the call has returned.
     hidden, cache_lens, depths, ancestors = (t.contiguous() for t in (hidden, cache_lens, depths, ancestors))
+    own = None if slots is None else slots.contiguous()
     out = torch.empty_like(hidden)
     try:
         _cpu.call(
@@ -225,13 +231,15 @@ def _native(
             _cpu.threads(), _cpu.TYPES[hidden.dtype], hidden, out,
             batch, nodes, width, query_rows // head_dim, kv_heads, head_dim,
             weights[layout.gate].shape[0],
-            kv, _checks.cache_slots("kv", kv), rows, cos, sin, cos.shape[-2], 0 if cos.dim() == 2 else cos.stride(0),
+            kv, _checks.cache_slots("kv", kv), sequences, rows, own,
+            cos, sin, cos.shape[-2], 0 if cos.dim() == 2 else cos.stride(0),
             cache_lens, depths, 0 if depths.dim() == 1 else nodes,
             ancestors, 0 if ancestors.dim() == 2 else ancestors.stride(0),
             weights[-1], float(eps), float(scale), len(forms), pointers, sizes,
         )  # fmt: skip
     except _cpu.OutsideError:
         _checks.rows_fit(cache_lens.tolist(), nodes, rows)
+        _checks.slots_fit(slots, sequences)
         positions = cache_lens[:, None] + depths
         low, high = (int(position) for position in positions.aminmax())
         raise ValueError(

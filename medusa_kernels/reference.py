@@ -48,9 +48,11 @@ def visible_nodes(ancestors: Tensor, nodes: int) -> Tensor:
 
 
 def tree_attention(
-    q, k_cache, v_cache, cache_lens, ancestors, *, scale=None, window=None, softcap=None, counters=None
+    q, k_cache, v_cache, cache_lens, ancestors, *, scale=None, window=None, softcap=None, counters=None, slots=None
 ):  # fmt: skip
     """Attention of tree nodes over the cached prefix and their own ancestors; see the public `tree_attention`."""
+    if slots is not None:
+        k_cache, v_cache = k_cache[slots], v_cache[slots]
     batch, nodes, heads, head_dim = q.shape
     kv_heads, rows = k_cache.shape[1:3]
     visible = _visible_rows(cache_lens, ancestors, nodes, rows, window)
@@ -86,7 +88,7 @@ def _visible_rows(cache_lens: Tensor, ancestors: Tensor, nodes: int, rows: int, 
 
 
 def rope_append(
-    q, k, v, cos, sin, k_cache, v_cache, cache_lens, depths, *, q_norm=None, k_norm=None, eps=1e-6
+    q, k, v, cos, sin, k_cache, v_cache, cache_lens, depths, *, q_norm=None, k_norm=None, eps=1e-6, slots=None
 ):  # fmt: skip
     """Norm and rotate q and k, write k and v to their cache rows; see the public `rope_append`."""
     q, k, v = heads_of(q, k, v, cos.dtype, q_norm, k_norm, eps)
@@ -96,8 +98,9 @@ def rope_append(
     cos, sin = (t[positions] if t.dim() == 2 else t[row, positions] for t in (cos, sin))
     cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
     targets = cache_lens[:, None] + torch.arange(nodes, device=q.device)
-    k_cache[row, :, targets] = k * cos + _rotate_half(k) * sin
-    v_cache[row, :, targets] = v
+    slot = row if slots is None else slots[:, None]
+    k_cache[slot, :, targets] = k * cos + _rotate_half(k) * sin
+    v_cache[slot, :, targets] = v
     return (q * cos + _rotate_half(q) * sin).contiguous()
 
 
@@ -186,7 +189,7 @@ def verify_stats(logits: Tensor, candidates: Tensor, parents: Tensor | None) -> 
     return logsumexp, entropy, torch.where(parents < 0, 0.0, of_child)
 
 
-def kv_compact(kv, cache_lens, path, accept_lens):
+def kv_compact(kv, cache_lens, path, accept_lens, *, slots=None):
     """Move the accepted rows to the end of the prefix, in every layer; see the public `kv_compact`."""
     batch, steps = path.shape
     step = torch.arange(steps, device=path.device).expand(batch, steps)
@@ -197,7 +200,7 @@ def kv_compact(kv, cache_lens, path, accept_lens):
     prefix = cache_lens[:, None].long()
     source = torch.where(accepted < 0, 0, prefix + path.long().gather(1, step))
     target = torch.where(accepted < 0, 0, prefix + step)
-    row = torch.arange(batch, device=path.device)[:, None]
+    row = (torch.arange(batch, device=path.device) if slots is None else slots)[:, None]
     data = kv.view(torch.uint8)
     data[:, :, row, :, target] = data[:, :, row, :, source]
 
@@ -237,7 +240,7 @@ SLOTS = 25
 
 
 def layers_by(
-    ops, hidden, weights, forms, kv, cos, sin, cache_lens, depths, ancestors, *, windows, eps, scale
+    ops, hidden, weights, forms, kv, cos, sin, cache_lens, depths, ancestors, *, windows, eps, scale, slots=None
 ):  # fmt: skip
     """Run the decoder layers by the ops that they are made of; see the public `decoder_layers`."""
     head_dim, kv_heads = kv.shape[5], kv.shape[3]
@@ -252,9 +255,9 @@ def layers_by(
         return ops.decode_linear(x, matrices, biases, gate=gate, residual=residual, scales=in_int8)
 
     for index, form in enumerate(forms):
-        slots = [next(given) if form >> slot & 1 else None for slot in range(SLOTS)]
-        input_norm, post_norm, q_norm, k_norm = slots[:4]
-        q_proj, k_proj, v_proj, o_proj, gate, up, down = (slots[first : first + 3] for first in range(4, SLOTS, 3))
+        own = [next(given) if form >> slot & 1 else None for slot in range(SLOTS)]
+        input_norm, post_norm, q_norm, k_norm = own[:4]
+        q_proj, k_proj, v_proj, o_proj, gate, up, down = (own[first : first + 3] for first in range(4, SLOTS, 3))
         qkv = linear(normed(hidden, input_norm), q_proj, k_proj, v_proj)
         qkv = qkv.unflatten(2, (qkv.shape[2] // head_dim, head_dim))
         sizes = [qkv.shape[2] - 2 * kv_heads, kv_heads, kv_heads]
@@ -262,10 +265,11 @@ def layers_by(
         if q_norm is not None:
             # Both norms run over all heads, including v, whose result is unused: two launches and no copies.
             q, k = normed(qkv, q_norm).split(sizes, dim=2)[0], normed(qkv, k_norm).split(sizes, dim=2)[1]
-        q = ops.rope_append(q, k, v, cos, sin, kv[index, 0], kv[index, 1], cache_lens, depths)
+        q = ops.rope_append(q, k, v, cos, sin, kv[index, 0], kv[index, 1], cache_lens, depths, slots=slots)
         attended = ops.tree_attention(
-            q, kv[index, 0], kv[index, 1], cache_lens, ancestors, scale=scale, window=windows[index] or None
-        )
+            q, kv[index, 0], kv[index, 1], cache_lens, ancestors, scale=scale, window=windows[index] or None,
+            slots=slots,
+        )  # fmt: skip
         hidden = linear(attended.flatten(2), o_proj, residual=hidden)
         gated = linear(normed(hidden, post_norm), gate, up, gate=True)
         hidden = linear(gated, down, residual=hidden)
@@ -325,7 +329,7 @@ def philox(counter: list[Tensor], key: list[Tensor]) -> list[Tensor]:
 
 def tree_accept(
     tokens, next_tokens, hidden, depths, paths, eos, max_new, step,
-    *, lengths, root, state_hidden, output, count, finished, log,
+    *, lengths, root, state_hidden, output, count, finished, log, check=None, report=None,
 ):  # fmt: skip
     """The longest right path, and what a row carries to its next step; see the public `tree_accept`."""
     (batch, nodes), places = tokens.shape, paths.shape[-1]
@@ -359,6 +363,9 @@ def tree_accept(
     finished |= ended
     state_hidden.copy_(hidden[row, last])
     root.copy_(next_tokens[row, last])
+    if report is not None:
+        numbers = torch.stack((count, finished.to(torch.int32), check.view(torch.int32)), 1)
+        report[:, : 3 + places] = torch.cat((numbers, emitted.to(torch.int32)), 1)
     return path.to(torch.int32), accept_lens, old_lengths
 
 

@@ -29,6 +29,7 @@ def rope_append(
     q_norm: Tensor | None = None,
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
+    slots: Tensor | None = None,
 ) -> Tensor:
     """Rotate q and k (RoPE, Su et al. 2021, in the half-split form of transformers) and append k and v to the cache.
 
@@ -45,20 +46,23 @@ def rope_append(
         cos: table `[P, D]` or `[B, P, D]`, dtype of q (of parts: any); both halves of a row are equal.
         sin: like `cos`.
         k_cache: `[B, Hkv, S, D]`, dtype of `cos`; any strides. Mutated: rows `cache_lens[b]` to `cache_lens[b] + N`.
+            With `slots`, of any number of sequences.
         v_cache: like `k_cache`. Mutated.
         cache_lens: int32 `[B]`, rows already cached; not changed.
         depths: int32 `[N]` or `[B, N]`, not negative.
         q_norm: `[D]`, dtype of `cos`, weight of the norm of each query head; None: no norm. Only with `k_norm`.
         k_norm: the same for the key heads.
         eps: added to the mean of the squares.
+        slots: int32 `[B]`, which sequence of the caches belongs to each batch row, each at most once. None: sequence b
+            to row b.
 
     Returns:
         The rotated queries `[B, N, Hq, D]`, a new contiguous tensor.
 
     Raises:
-        ValueError: an argument has a wrong shape, dtype, device or value (on the CPU also if a row would be outside the
-            cache or a position outside the tables; on a GPU values are not read: such a row is not written, and q and
-            k become NaN at such a position).
+        ValueError: an argument has a wrong shape, dtype, device or value (on the CPU also if a row or a slot would be
+            outside the cache or a position outside the tables; on a GPU values are not read: such a row is not written,
+            and q and k become NaN at such a position).
     """
     in_parts = q.dim() == 5
     parts = q.shape[:1] if in_parts else ()
@@ -80,8 +84,9 @@ def rope_append(
     else:
         _checks.match("cos", cos, table, "q", q)
     _checks.match("sin", sin, cos.shape, "cos", cos)
-    _checks.match("k_cache", k_cache, (batch, kv_heads, rows, head_dim), "cos", cos)
-    _checks.match("v_cache", v_cache, (batch, kv_heads, rows, head_dim), "cos", cos)
+    sequences = _checks.slots_axis("q", q, batch, slots)
+    _checks.match("k_cache", k_cache, (sequences, kv_heads, rows, head_dim), "cos", cos)
+    _checks.match("v_cache", v_cache, k_cache.shape, "cos", cos)
     _checks.require((q_norm is None) == (k_norm is None), "k_norm", "given together with q_norm, or neither", k_norm)
     for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
         if norm is not None:
@@ -89,24 +94,25 @@ def rope_append(
     _checks.typed("cache_lens", cache_lens, (batch,), torch.int32, "q", q)
     _checks.typed("depths", depths, (nodes,) if depths.dim() == 1 else (batch, nodes), torch.int32, "q", q)
     return torch.ops.medusa_kernels.rope_append.default(
-        q, k, v, cos, sin, k_cache, v_cache, cache_lens, depths, q_norm=q_norm, k_norm=k_norm, eps=eps
+        q, k, v, cos, sin, k_cache, v_cache, cache_lens, depths, q_norm=q_norm, k_norm=k_norm, eps=eps, slots=slots
     )
 
 
 def _sliced(
-    q, k, v, cos, sin, k_cache, v_cache, cache_lens, depths, *, q_norm=None, k_norm=None, eps=1e-6
+    q, k, v, cos, sin, k_cache, v_cache, cache_lens, depths, *, q_norm=None, k_norm=None, eps=1e-6, slots=None
 ):  # fmt: skip
     """Run the op on the CPU: lengths are read, and cache rows are written as slices."""
     q, k, v = reference.heads_of(q, k, v, cos.dtype, q_norm, k_norm, eps)
     nodes, head_dim = q.shape[1], q.shape[3]
     lens = cache_lens.tolist()
     _checks.rows_fit(lens, nodes, k_cache.shape[2])
+    places = _checks.slots_fit(slots, len(k_cache)) or range(len(lens))
     cos, sin = _factors(cos, sin, lens, cache_lens, depths)
     half = head_dim // 2
     rotated = (k * cos).add_(k.roll(half, -1).mul_(sin))
-    for b, length in enumerate(lens):
-        k_cache[b, :, length : length + nodes] = rotated[b].transpose(0, 1)
-        v_cache[b, :, length : length + nodes] = v[b].transpose(0, 1)
+    for b, (place, length) in enumerate(zip(places, lens, strict=True)):
+        k_cache[place, :, length : length + nodes] = rotated[b].transpose(0, 1)
+        v_cache[place, :, length : length + nodes] = v[b].transpose(0, 1)
     return (q * cos).add_(q.roll(half, -1).mul_(sin)).contiguous()
 
 

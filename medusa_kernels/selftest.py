@@ -176,6 +176,8 @@ def _tree_accept(generator: torch.Generator) -> Iterator[Case]:
         "count": _integers(1, 2, 3),
         "finished": torch.tensor([False, False, True]),
         "log": torch.zeros(3, 4, dtype=torch.int32),
+        "check": torch.randn(3, generator=generator),
+        "report": torch.zeros(3, 9, dtype=torch.int32),
     }
     yield (tokens, next_tokens, hidden, *tree, torch.tensor([50]), max_new, torch.tensor([2])), state
 

@@ -30,6 +30,8 @@ def tree_accept(
     count: Tensor,
     finished: Tensor,
     log: Tensor,
+    check: Tensor | None = None,
+    report: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Accept the longest path that the model agrees with (the paper's section 2.3.1, greedy), and commit it.
 
@@ -55,6 +57,10 @@ def tree_accept(
         count: int32 `[B]`. Mutated: grows by the tokens emitted.
         finished: bool `[B]`. Mutated: set in rows that end.
         log: int32 `[B, W2]`. Mutated: column `step` gets the tokens emitted.
+        check: fp32 `[B]`, any numbers; only with `report`.
+        report: int32 `[B, R]`, R at least 3 + P: what a host needs to know of the step, in one piece. Mutated: each row
+            gets `count`, `finished`, the bits of `check` and the next tokens at the P nodes of the path, of which the
+            first ones are those emitted. Tokens are below 2^31. None: no report.
 
     Returns:
         What `kv_compact` takes: the path int32 `[B, P]`, padded with its last node; int32 `[B]`, the accepted nodes
@@ -89,19 +95,26 @@ def tree_accept(
         "finished": (finished, (batch,), torch.bool),
         "log": (log, (batch, "W2"), torch.int32),
     }
+    _checks.require((check is None) == (report is None), "report", "given together with check, or neither", report)
+    if check is not None and report is not None:
+        mutated["report"] = report, (batch, "R"), torch.int32
+        expected["check"] = check, (batch,), torch.float32
     for name, (tensor, shape, dtype) in (expected | mutated).items():
         _checks.typed(name, tensor, shape, dtype, "tokens", tokens)
     for name, (tensor, _, _) in mutated.items():
         _checks.contiguous(name, tensor)
+    if report is not None:
+        _checks.require(report.shape[1] >= 3 + places, "report", f"at least {3 + places} columns", report.shape[1])
     return torch.ops.medusa_kernels.tree_accept.default(
         tokens, next_tokens, hidden, depths, paths, eos, max_new, step,
         lengths=lengths, root=root, state_hidden=state_hidden, output=output, count=count, finished=finished, log=log,
+        check=check, report=report,
     )  # fmt: skip
 
 
 def _native(
     tokens, next_tokens, hidden, depths, paths, eos, max_new, step,
-    *, lengths, root, state_hidden, output, count, finished, log,
+    *, lengths, root, state_hidden, output, count, finished, log, check=None, report=None,
 ):  # fmt: skip
     """Run the op by the C++ library, on a CPU."""
     (batch, nodes), places = tokens.shape, paths.shape[-1]
@@ -109,6 +122,7 @@ def _native(
     # Held until the call has returned.
     read = [tensor.contiguous() for tensor in (tokens, next_tokens, hidden, depths, paths, eos, max_new, step)]
     tokens, next_tokens, hidden, depths, paths, eos, max_new, step = read
+    check = None if check is None else check.contiguous()
     try:
         _cpu.call(
             "tree_accept",
@@ -117,6 +131,7 @@ def _native(
             depths, 0 if depths.dim() == 1 else nodes, paths, 0 if paths.dim() == 2 else nodes * places,
             eos, max_new, step,
             lengths, root, state_hidden, output, count, finished, log, path, accept_lens, old_lengths,
+            check, report, 0 if report is None else report.shape[1],
         )  # fmt: skip
     except _cpu.OutsideError as error:
         raise IndexError(str(error)) from None
@@ -127,7 +142,7 @@ _or_reference = triton_or("tree_accept", "reference", reference.tree_accept, "Py
 register(
     tree_accept,
     lambda a: tuple(a.depths.new_empty(a.tokens.shape[0], *size) for size in ((a.paths.shape[-1],), (), ())),
-    mutates=["lengths", "root", "state_hidden", "output", "count", "finished", "log"],
+    mutates=["lengths", "root", "state_hidden", "output", "count", "finished", "log", "report"],
     cpu=_cpu.native_or("tree_accept", _native, _or_reference),
     cuda=_or_reference,
 )

@@ -33,6 +33,7 @@ def tree_attention(
     window: int | None = None,
     softcap: float | None = None,
     counters: Tensor | None = None,
+    slots: Tensor | None = None,
 ) -> Tensor:
     """Attend from N tree nodes per batch row (the paper's tree attention, section 2.1.2) over cached keys and values.
 
@@ -42,8 +43,9 @@ def tree_attention(
 
     Args:
         q: rotated queries `[B, N, Hq, D]`; fp16, bf16 or fp32; any strides.
-        k_cache: rotated keys `[B, Hkv, S, D]`, dtype of q; any strides. A GPU divides the work for S keys: if the host
-            knows that far fewer rows are filled, a view of these (`k_cache[:, :, :filled]`) takes less time.
+        k_cache: rotated keys `[B, Hkv, S, D]`, dtype of q; any strides. With `slots`, of any number of sequences. A GPU
+            divides the work for S keys: if the host knows that far fewer rows are filled, a view of these
+            (`k_cache[:, :, :filled]`) takes less time.
         v_cache: values, like `k_cache`.
         cache_lens: int32 `[B]`, cached rows before the tree's rows; `cache_lens[b] + N <= S`.
         ancestors: int64 `[N, W]` or `[B, N, W]`, `W = ceil(N / 64)`: bit `j % 64` of word `j // 64` of row i is set iff
@@ -55,14 +57,15 @@ def tree_attention(
         counters: int32, contiguous, zeros, at least `B * Hq * ceil(N / 16)` of them (see `attention_counters`). They
             save a GPU one launch, are changed during the call and zero again after it. Two calls that may run at the
             same time must not share them. The result is the same without them.
+        slots: int32 `[B]`, which sequence of the caches belongs to each batch row. None: sequence b to row b.
 
     Returns:
         `[B, N, Hq, D]`, contiguous, in the dtype of q; scores and sums are taken in fp32. Two runs on one device give
         equal bits.
 
     Raises:
-        ValueError: an argument has a wrong shape, dtype, device or value (on the CPU also if a row of the tree would be
-            outside the cache; on a GPU the lengths are not read).
+        ValueError: an argument has a wrong shape, dtype, device or value (on the CPU also if a row of the tree or a
+            slot would be outside the cache; on a GPU lengths and slots are not read).
     """
     _checks.axes("q", q, "B", "N", "Hq", "D")
     _checks.axes("k_cache", k_cache, "B", "Hkv", "S", "D")
@@ -70,8 +73,8 @@ def tree_attention(
     kv_heads, rows = k_cache.shape[1], k_cache.shape[2]
     _checks.dtype("q", q, *_checks.FLOATS)
     _checks.require(1 <= nodes <= MAX_NODES, "q", f"1 to {MAX_NODES} nodes", nodes)
-    _checks.match("k_cache", k_cache, (batch, kv_heads, rows, head_dim), "q", q)
-    _checks.match("v_cache", v_cache, (batch, kv_heads, rows, head_dim), "q", q)
+    _checks.match("k_cache", k_cache, (_checks.slots_axis("q", q, batch, slots), kv_heads, rows, head_dim), "q", q)
+    _checks.match("v_cache", v_cache, k_cache.shape, "q", q)
     _checks.require(kv_heads > 0 and heads % kv_heads == 0, "q", f"a multiple of {kv_heads} heads", heads)
     _checks.typed("cache_lens", cache_lens, (batch,), torch.int32, "q", q)
     words = -(-nodes // reference.WORD)
@@ -86,8 +89,9 @@ def tree_attention(
         needed = batch * _most_tiles(nodes, heads)
         _checks.require(counters.numel() >= needed, "counters", f"at least {needed} numbers", counters.numel())
     return torch.ops.medusa_kernels.tree_attention.default(
-        q, k_cache, v_cache, cache_lens, ancestors, scale=scale, window=window, softcap=softcap, counters=counters
-    )
+        q, k_cache, v_cache, cache_lens, ancestors, scale=scale, window=window, softcap=softcap, counters=counters,
+        slots=slots,
+    )  # fmt: skip
 
 
 def attention_counters(batch: int, heads: int, device: torch.device) -> Tensor | None:
@@ -105,27 +109,34 @@ def _most_tiles(nodes: int, heads: int) -> int:
     return heads * -(-nodes // SMALLEST_TILE)
 
 
-def _sdpa(q, k_cache, v_cache, cache_lens, ancestors, *, scale=None, window=None, softcap=None, counters=None):
+def _sdpa(
+    q, k_cache, v_cache, cache_lens, ancestors, *, scale=None, window=None, softcap=None, counters=None, slots=None
+):  # fmt: skip
     """Run the op on the CPU, where reading the lengths is free: attend to a slice of the valid rows only."""
     nodes = q.shape[1]
     lens = cache_lens.tolist()
     _checks.rows_fit(lens, nodes, k_cache.shape[2])
+    places = _checks.slots_fit(slots, len(k_cache))
     longest = max(lens, default=0)
     if softcap is not None:
         keys, values = (cache[:, :, : longest + nodes] for cache in (k_cache, v_cache))
-        options = {"scale": scale, "window": window, "softcap": softcap}
+        options = {"scale": scale, "window": window, "softcap": softcap, "slots": slots}
         return reference.tree_attention(q, keys, values, cache_lens, ancestors, **options)
     bias = None
     if nodes > 1:
         seen = longest if window is None else min(longest, window - 1)
         bias = _tree_bias(ancestors, nodes, q.shape[2] // k_cache.shape[1], seen, window, q.dtype)
-    if lens.count(longest) == len(lens):
+    if places and places == list(range(places[0], places[0] + len(places))):
+        k_cache, v_cache = (cache[places[0] : places[0] + len(places)] for cache in (k_cache, v_cache))
+        places = None
+    if lens.count(longest) == len(lens) and places is None:
         return _attend(q, k_cache, v_cache, longest, bias, scale, window)
     parts = []
     for b, length in enumerate(lens):
         own = slice(b, b + 1)
+        place = own if places is None else slice(places[b], places[b] + 1)
         own_bias = bias if bias is None or bias.shape[0] == 1 else bias[own]
-        parts.append(_attend(q[own], k_cache[own], v_cache[own], length, own_bias, scale, window))
+        parts.append(_attend(q[own], k_cache[place], v_cache[place], length, own_bias, scale, window))
     return torch.cat(parts)
 
 

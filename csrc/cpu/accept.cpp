@@ -62,6 +62,12 @@ void accept_row(const Accept& a, int64_t b) {
               static_cast<const char*>(a.hidden) + (b * a.nodes + last) * a.hidden_bytes,
               static_cast<size_t>(a.hidden_bytes));
   a.root[b] = next[last];
+  if (a.report == nullptr) return;
+  int32_t* report = a.report + b * a.report_columns;
+  report[0] = a.count[b];
+  report[1] = a.finished[b];
+  report[2] = a.check[b];
+  for (int64_t i = 0; i < a.places; ++i) report[3 + i] = static_cast<int32_t>(next[path[i]]);
 }
 
 }  // namespace

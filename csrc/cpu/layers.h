@@ -199,9 +199,10 @@ Result layers(const Layers& a) {
   for (int64_t i = 0; i < a.batch * a.nodes; ++i) {
     const int64_t b = i / a.nodes, length = a.cache_lens[b], position = length + a.depths[b * a.depths_stride + i % a.nodes];
     if (length < 0 || length + a.nodes > a.rows || position < 0 || position >= a.table_rows) return kOutside;
+    if (a.slot(b) < 0 || a.slot(b) >= a.sequences) return kOutside;
   }
   const int64_t tokens = a.batch * a.nodes, attended = a.heads * a.head_dim, kv_width = a.kv_heads * a.head_dim;
-  const int64_t head_rows = a.rows * a.head_dim, half = a.slots * a.kv_heads * head_rows;
+  const int64_t head_rows = a.rows * a.head_dim, half = a.stored * a.kv_heads * head_rows;
   T* hidden = static_cast<T*>(a.out);
   T* normed = static_cast<T*>(
       scratch(kBetween, tokens * (a.width + 2 * attended + 2 * kv_width + a.inner) * int64_t(sizeof(T))));
@@ -231,7 +232,7 @@ Result layers(const Layers& a) {
       return kUnsupported;
     }
     const auto sequence = [&](int64_t b) {
-      T* keys = static_cast<T*>(a.kv) + 2 * index * half + b * a.kv_heads * head_rows;
+      T* keys = static_cast<T*>(a.kv) + 2 * index * half + a.slot(b) * a.kv_heads * head_rows;
       return Sequence<A>{a, static_cast<const T*>(weights[kQNorm]), static_cast<const T*>(weights[kKNorm]),
                          a.windows[index], b, a.cache_lens[b], a.ancestors + b * a.ancestors_stride, keys, keys + half,
                          qkv + b * a.nodes * (attended + 2 * kv_width), heads_out + b * a.nodes * attended};

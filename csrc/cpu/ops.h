@@ -46,8 +46,9 @@ struct Layers {
   const void* hidden;
   void* out;  // [batch, nodes, width]
   int64_t batch, nodes, width, heads, kv_heads, head_dim, inner;
-  void* kv;  // [layers, 2, slots, kv_heads, rows, head_dim], of which the first `batch` slots are read and written
-  int64_t slots, rows;
+  void* kv;  // [layers, 2, stored, kv_heads, rows, head_dim], of which the first `sequences` are read and written
+  int64_t stored, sequences, rows;
+  const int32_t* slots;  // [batch], which sequence belongs to each batch row; null: sequence b to row b
   const void *cos, *sin;  // [positions, head_dim], or with a stride one table per batch row
   int64_t table_rows, table_stride;
   const int32_t* cache_lens;  // [batch]
@@ -60,6 +61,8 @@ struct Layers {
   int64_t count;
   const void* const* weights;  // [layers, kSlots]
   const int64_t* windows;      // [layers], sliding windows in positions, 0 for none
+
+  int64_t slot(int64_t b) const { return slots == nullptr ? b : slots[b]; }
 };
 
 // heads_topk: the root's term and the residual blocks of each head, its projection, and the k likeliest tokens.
@@ -130,6 +133,9 @@ struct Accept {
   uint8_t* finished;
   int32_t* log;
   int32_t *path, *accept_lens, *old_lengths;
+  const int32_t* check;  // the bits of floats
+  int32_t* report;       // [batch, report_columns], or null
+  int64_t report_columns;
 };
 
 // What the C ABI returns.

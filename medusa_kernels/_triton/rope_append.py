@@ -99,10 +99,10 @@ def _rotate(
     tl.store(p_out + half_out, b_out_second, mask=m_out)
 
 
-@triton.jit(do_not_specialize=["nodes", "heads", "kv_heads", "cache_rows", "positions", *_UNSPECIALISED])
+@triton.jit(do_not_specialize=["nodes", "heads", "kv_heads", "sequences", "cache_rows", "positions", *_UNSPECIALISED])
 def _rope_append_kernel(
-    q, k, v, cos, sin, k_cache, v_cache, cache_lens, depths, q_norm, k_norm, out, eps,
-    nodes, heads, kv_heads, cache_rows, positions,
+    q, k, v, cos, sin, k_cache, v_cache, cache_lens, depths, slots, q_norm, k_norm, out, eps,
+    nodes, heads, kv_heads, sequences, cache_rows, positions,
     stride_q_b, stride_q_n, stride_q_h, stride_k_b, stride_k_n, stride_k_h, stride_v_b, stride_v_n, stride_v_h,
     stride_cos_b, stride_cos_p, stride_sin_b, stride_sin_p,
     stride_k_cache_b, stride_k_cache_h, stride_k_cache_s, stride_v_cache_b, stride_v_cache_h, stride_v_cache_s,
@@ -111,14 +111,15 @@ def _rope_append_kernel(
     STRIDE_COS_D: tl.constexpr, STRIDE_SIN_D: tl.constexpr,
     STRIDE_K_CACHE_D: tl.constexpr, STRIDE_V_CACHE_D: tl.constexpr,
     D: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, HAS_NORM: tl.constexpr,
-    PDL: tl.constexpr, EARLY: tl.constexpr,
+    HAS_SLOTS: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Compute x cos(p) + rotate_half(x) sin(p) for ROWS heads of q or k, or copy ROWS heads of v.
 
     p = cache_lens[b] + depths[b, i] is the row of the tables cos, sin [B or 1, P, D]. q [B, N, Hq, D] goes to out; k
-    and v [B, N, Hkv, D] go to row cache_lens[b] + i of the caches [B, Hkv, S, D]. Each product and each sum is computed
-    in fp32 and rounded to the dtype of the caches, as in PyTorch. Of PARTS, which have a first axis, x is the sum. With
-    norms q_norm and k_norm [D] x is first x / sqrt(mean(x^2) + eps) times the weight.
+    and v [B, N, Hkv, D] go to row cache_lens[b] + i of the caches [C, Hkv, S, D], of their sequence slots[b] if
+    HAS_SLOTS, else b. Each product and each sum is computed in fp32 and rounded to the dtype of the caches, as in
+    PyTorch. Of PARTS, which have a first axis, x is the sum. With norms q_norm and k_norm [D] x is first
+    x / sqrt(mean(x^2) + eps) times the weight.
     """
     if PDL:
         if EARLY:
@@ -139,15 +140,16 @@ def _rope_append_kernel(
     m_n = o_n < nodes
     length = tl.load(cache_lens + i_b * stride_cache_lens_b).to(tl.int64)
     o_s = length + o_n
+    slot = tl.load(slots + i_b).to(tl.int64) if HAS_SLOTS else i_b
 
     # [ROWS, HALF]
     o_d = tl.arange(0, HALF)[None, :]
     m_in = m_n & (o_d < D // 2)
-    m_out = m_in & (o_s >= 0) & (o_s < cache_rows)
+    m_out = m_in & (o_s >= 0) & (o_s < tl.where((slot >= 0) & (slot < sequences), cache_rows, 0))
     if is_v:
         p_v = v + i_b * stride_v_b + o_n * stride_v_n + o_h * stride_v_h + o_d * STRIDE_V_D
         p_v_cache = (
-            v_cache + i_b * stride_v_cache_b + o_h * stride_v_cache_h + o_s * stride_v_cache_s + o_d * STRIDE_V_CACHE_D
+            v_cache + slot * stride_v_cache_b + o_h * stride_v_cache_h + o_s * stride_v_cache_s + o_d * STRIDE_V_CACHE_D
         )
         # [ROWS, HALF]
         b_first = _load(p_v, m_in, stride_v_s, p_v_cache, PARTS)
@@ -171,7 +173,7 @@ def _rope_append_kernel(
             )  # fmt: skip
         else:
             p_k = k + i_b * stride_k_b + o_n * stride_k_n + o_h * stride_k_h + o_d * STRIDE_K_D
-            p_k_cache = k_cache + i_b * stride_k_cache_b + o_h * stride_k_cache_h + o_s * stride_k_cache_s
+            p_k_cache = k_cache + slot * stride_k_cache_b + o_h * stride_k_cache_h + o_s * stride_k_cache_s
             p_k_cache += o_d * STRIDE_K_CACHE_D
             half_k, half_k_cache = D // 2 * STRIDE_K_D, D // 2 * STRIDE_K_CACHE_D
             _rotate(
@@ -181,7 +183,7 @@ def _rope_append_kernel(
 
 
 def rope_append(
-    q, k, v, cos, sin, k_cache, v_cache, cache_lens, depths, *, q_norm=None, k_norm=None, eps=1e-6
+    q, k, v, cos, sin, k_cache, v_cache, cache_lens, depths, *, q_norm=None, k_norm=None, eps=1e-6, slots=None
 ):  # fmt: skip
     """Launch the kernel; see the public `rope_append`."""
     parts = q.shape[0] if q.dim() == 5 else 1
@@ -199,13 +201,15 @@ def rope_append(
     norms = (cos if norm is None else norm.contiguous() for norm in (q_norm, k_norm))
     with launch.on_device(q):
         _rope_append_kernel[(tiles, batch)](
-            q, k, v, cos, sin, k_cache, v_cache, cache_lens, depths, *norms, out, eps,
-            nodes, heads, kv_heads, k_cache.shape[2], cos.shape[-2],
+            q, k, v, cos, sin, k_cache, v_cache, cache_lens, depths,
+            cache_lens if slots is None else slots.contiguous(), *norms, out, eps,
+            nodes, heads, kv_heads, *k_cache.shape[0:3:2], cos.shape[-2],
             *q.stride()[-4:-1], *k.stride()[-4:-1], *v.stride()[-4:-1], *table_strides,
             *k_cache.stride()[:3], *v_cache.stride()[:3], cache_lens.stride(0), *depth_strides,
             *(t.stride(0) if parts > 1 else 0 for t in (q, k, v)),
             *(t.stride(-1) for t in (q, k, v, cos, sin, k_cache, v_cache)),
             head_dim, triton.next_power_of_2(head_dim // 2), config.rows, parts, q_norm is not None,
+            slots is not None,
             pdl, pdl and at_once(launch.describe(q.device), tiles * batch, PER_MULTIPROCESSOR),
             num_warps=config.num_warps, num_stages=config.num_stages, **OPTIONS, **launch_options(pdl),
         )  # fmt: skip

@@ -32,19 +32,24 @@ def blocks(nodes: int, path_len: int, size: int) -> dict[str, int]:
     }
 
 
-@triton.jit(do_not_specialize=["nodes", "path_len", "ends", "width", "log_width", "stride_depths_b", "stride_paths_b"])
+@triton.jit(
+    do_not_specialize=[
+        "nodes", "path_len", "ends", "width", "log_width", "report_width", "stride_depths_b", "stride_paths_b"
+    ]
+)  # fmt: skip
 def _tree_accept_kernel(
     tokens, next_tokens, hidden, depths, paths, eos, max_new, step,
-    lengths, root, state_hidden, output, count, finished, log, path, accept_lens, old_lengths,
-    nodes, path_len, ends, size, width, log_width, stride_depths_b, stride_paths_b,
-    PDL: tl.constexpr, EARLY: tl.constexpr,
+    lengths, root, state_hidden, output, count, finished, log, path, accept_lens, old_lengths, check, report,
+    nodes, path_len, ends, size, width, log_width, report_width, stride_depths_b, stride_paths_b,
+    HAS_REPORT: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, PLACES: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Accept the deepest node whose path has tokens[node] == next_tokens[parent] throughout, for one row.
 
     tokens, next_tokens [B, N], hidden [B, N, H], depths [B or 1, N] and paths [B or 1, N, P] as in the public function.
     The path [B, P], accept_lens [B] and old_lengths [B] are results, everything from lengths to log is updated in
-    place. There is no arithmetic on floats; hidden states are copied.
+    place. The report [B, R] gets count, finished, the bits of check [B] and the tokens of the path. There is no
+    arithmetic on floats; hidden states are copied.
     """
     i_b = tl.program_id(0).to(tl.int64)
     if PDL:
@@ -108,6 +113,12 @@ def _tree_accept_kernel(
     tl.store(finished + i_b, (had_ended | ends_here).to(tl.int8))
     tl.store(log + i_b * log_width + column, found, mask=column < log_width)
     tl.store(root + i_b, tl.load(next_tokens + last))
+    if HAS_REPORT:
+        report += i_b * report_width
+        tl.store(report, emitted + found)
+        tl.store(report + 1, (had_ended | ends_here).to(tl.int32))
+        tl.store(report + 2, tl.load(check + i_b))
+        tl.store(report + 3 + o_p, b_emitted.to(tl.int32), mask=m_p)
     p_hidden = hidden + (i_b * nodes + last) * size
     for first in range(0, size, BLOCK_H):
         o_h = first + tl.arange(0, BLOCK_H)
@@ -120,7 +131,7 @@ def _tree_accept_kernel(
 
 def tree_accept(
     tokens, next_tokens, hidden, depths, paths, eos, max_new, step,
-    *, lengths, root, state_hidden, output, count, finished, log,
+    *, lengths, root, state_hidden, output, count, finished, log, check=None, report=None,
 ):  # fmt: skip
     """Launch the kernel, one program per row; see the public `tree_accept`."""
     (batch, nodes, size), path_len = hidden.shape, paths.shape[-1]
@@ -132,9 +143,11 @@ def tree_accept(
                 *(t.contiguous() for t in (tokens, next_tokens, hidden, depths, paths, eos, max_new)), step,
                 lengths, root, state_hidden, output, count, finished.view(torch.int8), log,
                 path, accept_lens, old_lengths,
+                *((count, count) if report is None else (check.contiguous().view(torch.int32), report)),
                 nodes, path_len, eos.numel(), size, output.shape[1], log.shape[1],
+                0 if report is None else report.shape[1],
                 nodes if depths.dim() == 2 else 0, nodes * path_len if paths.dim() == 3 else 0,
-                PDL=pdl, EARLY=pdl and at_once(launch.describe(tokens.device), batch),
+                HAS_REPORT=report is not None, PDL=pdl, EARLY=pdl and at_once(launch.describe(tokens.device), batch),
                 **blocks(nodes, path_len, size), num_warps=WARPS.num_warps, num_stages=WARPS.num_stages,
                 **launch.OPTIONS, **launch_options(pdl),
             )  # fmt: skip

@@ -95,7 +95,7 @@ def _splits(config: Config, programs: int, slots: int, keys: int) -> int:
 
 
 def tree_attention(
-    q, k_cache, v_cache, cache_lens, ancestors, *, scale=None, window=None, softcap=None, counters=None
+    q, k_cache, v_cache, cache_lens, ancestors, *, scale=None, window=None, softcap=None, counters=None, slots=None
 ):  # fmt: skip
     """Launch the kernels; see the public `tree_attention`."""
     batch, nodes, heads, head_dim = q.shape
@@ -109,8 +109,8 @@ def tree_attention(
     config = configuration(device, q.dtype, head_dim, rows, keys=capacity, kv_heads=batch * kv_heads)
     pdl = programmatic(q.device)
     tiles = -(-rows // config.block_m)
-    slots = device.multiprocessors * config.programs
-    splits = _splits(config, batch * kv_heads * tiles, slots, capacity)
+    at_a_time = device.multiprocessors * config.programs
+    splits = _splits(config, batch * kv_heads * tiles, at_a_time, capacity)
     merged_bytes = min(rows, config.block_m) * head_dim * 4 * splits
     merges = LAST_MERGES and counters is not None and splits > 1 and merged_bytes <= MERGED_BYTES
     early = pdl and at_once(device, batch * kv_heads * tiles * splits, config.programs)
@@ -126,10 +126,11 @@ def tree_attention(
     with on_device(q):
         attend_kernel[(tiles * splits, kv_heads, batch)](
             q, k_cache, v_cache, cache_lens, words, out, parts, stats, counters if merges else cache_lens,
+            cache_lens if slots is None else slots.contiguous(),
             size, 1.0 if softcap is None else softcap,
             *sizes, *q.stride(), *k_cache.stride(), *v_cache.stride(), *words.stride(),
             **_attend_constants(config, head_dim, nodes, window, capped=softcap is not None, negative=scale < 0),
-            MERGES=merges, PDL=pdl, EARLY=early,
+            HAS_SLOTS=slots is not None, MERGES=merges, PDL=pdl, EARLY=early,
             num_warps=config.num_warps, num_stages=config.num_stages, **_options(config), **launch_options(pdl),
         )  # fmt: skip
         if splits > 1 and not merges:

@@ -196,18 +196,20 @@ def _merge(
     ]
 )  # fmt: skip
 def attend_kernel(
-    q, k_cache, v_cache, cache_lens, ancestors, out, parts, stats, counters, scale, softcap,
+    q, k_cache, v_cache, cache_lens, ancestors, out, parts, stats, counters, slots, scale, softcap,
     nodes, groups, splits, window,
     stride_q_b, stride_q_n, stride_q_h, stride_q_d, stride_k_b, stride_k_h, stride_k_s, stride_k_d,
     stride_v_b, stride_v_h, stride_v_s, stride_v_d, stride_ancestors_b, stride_ancestors_n, stride_ancestors_w,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TREE_BLOCK: tl.constexpr,
     MIN_UNITS: tl.constexpr, SINGLE: tl.constexpr, HAS_WINDOW: tl.constexpr, DEEP: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, NEGATIVE: tl.constexpr, OVERLAP: tl.constexpr, MERGES: tl.constexpr,
-    MERGE_ROWS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    MERGE_ROWS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, HAS_SLOTS: tl.constexpr, PDL: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Compute softmax(q k^T scale) v for one tile of rows of one KV head and one share of its keys.
 
-    q [B, N, Hkv * G, D], k_cache and v_cache [B, Hkv, S, D], cache_lens [B], ancestors [B or 1, N, W]. A single share
+    q [B, N, Hkv * G, D], k_cache and v_cache [C, Hkv, S, D], cache_lens [B], ancestors [B or 1, N, W]. HAS_SLOTS:
+    slots [B] name the sequence of the caches that belongs to each row, otherwise row b has sequence b. A single share
     gives out [B, N, Hkv * G, D], rounded once; otherwise parts [B, Hkv, splits, N * G, D] get the sums of values and
     stats [B, Hkv, splits, N * G, 2] the largest score and the sum of exponentials, all fp32. Scores are fp32;
     probabilities are rounded to the dtype of v. NEGATIVE: scale is negative, its absolute value is passed. DEEP: a path
@@ -251,8 +253,9 @@ def attend_kernel(
     # [BLOCK_M, BLOCK_D]
     b_q = tl.load(p_q, mask=m_q, other=0.0)
     factor = LOG2E if HAS_SOFTCAP else scale * LOG2E
-    k_base = k_cache + i_b.to(tl.int64) * stride_k_b + i_h.to(tl.int64) * stride_k_h
-    v_base = v_cache + i_b.to(tl.int64) * stride_v_b + i_h.to(tl.int64) * stride_v_h
+    slot = (tl.load(slots + i_b) if HAS_SLOTS else i_b).to(tl.int64)
+    k_base = k_cache + slot * stride_k_b + i_h.to(tl.int64) * stride_k_h
+    v_base = v_cache + slot * stride_v_b + i_h.to(tl.int64) * stride_v_h
     ancestors += i_b.to(tl.int64) * stride_ancestors_b
     if HAS_WINDOW:
         b_position = tl.zeros_like(o_node) + length

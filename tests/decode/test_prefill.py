@@ -475,11 +475,17 @@ def test_flash_kernels_attend_over_the_cache(dtype, length, offset):
         cache = draw(3, 2, 2, kv_heads, offset + length + 9, 16).to(dtype)
         k, v = cache[1]
         k[:, :, offset + length :] = v[:, :, offset + length :] = torch.nan
-        got = prefill_attention.prefill_attention(q, k, v, lens, offset, scale=0.3, window=size)
+        settings = {"scale": 0.3, "window": size}
+        got = prefill_attention.prefill_attention(q, k, v, lens, offset, **settings)
         exact = brute_force(q, k, v, offset, 0.3, size)
         # The stand-in computes in fp64, so that results are rounded once.
         assert (got.double() - exact).abs().max() <= torch.finfo(dtype).eps * exact.abs().max()
         assert got.dtype == dtype
+        for places in ([1, 2], [3, 0]):  # neighbours in a larger cache, and others
+            larger = torch.full((2, 4, *k.shape[1:]), torch.nan, dtype=dtype)
+            larger[0, places], larger[1, places] = k, v
+            attended = prefill_attention.prefill_attention(q, *larger, lens, offset, places=places, **settings)
+            assert torch.equal(attended, got)
 
 
 BROKEN = {

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.backbone import kv_cache
-from medusa_decoding.decode.runtime import runner
+from medusa_decoding.decode.runtime import progress
 from medusa_decoding.decode.runtime import state_pool as pools
 from medusa_decoding.decode.runtime import steps as steps_module
 from medusa_decoding.decode.runtime.memory import Sizes
@@ -183,20 +183,7 @@ def test_a_cache_that_is_large_enough_does_not_grow(medusa, monkeypatch, length,
     """Also with progress read one step late, as on a GPU."""
     model = tiny(max_position_embeddings=256)
     tree = Tree.optimal([[0.5, 0.2, 0.1, 0.05], [0.4, 0.2, 0.1, 0.05], [0.3, 0.2, 0.1], [0.2, 0.1]], 64)
-    watch = runner.Watch
-
-    class Late(watch):
-        def __init__(self, state, **wanted):
-            super().__init__(state, **wanted)
-            self.late = 1
-            self.slots = []
-
-        def record(self, state):
-            tensors = tuple(tensor.clone() for tensor in self._tensors(state))
-            self._records.append((tensors, 0.0))
-            self.pending += 1
-
-    monkeypatch.setattr(runner, "Watch", Late)
+    monkeypatch.setitem(progress.STEPS_LATE, "cpu", 1)
     monkeypatch.setattr("medusa_decoding.decode.runtime.state_pool.bucket", lambda rows: rows)
     [row] = prompts(1, [length])
     acquired = []

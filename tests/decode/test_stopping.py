@@ -17,7 +17,7 @@ from transformers import GenerationConfig, StoppingCriteria, StopStringCriteria,
 from transformers.generation import EosTokenCriteria
 
 from medusa_decoding import MedusaModel, Tree
-from medusa_decoding.decode.runtime import runner
+from medusa_decoding.decode.runtime import progress
 
 NEW = 40
 TREES = {"chain": Tree.chain(4), "siblings": Tree.cartesian([3, 2, 2]), "copied": Tree.cartesian([2]).with_lookup(4)}
@@ -366,16 +366,6 @@ def test_the_model_is_usable_after_one_of_them_fails(tokenizer, written, who):
 @pytest.mark.parametrize("tree", ["siblings", "copied"])
 def test_a_host_that_reads_one_step_late_cuts_at_the_same_token(written, monkeypatch, tree):
     """As on a GPU, where one more step is running when a criterion ends a row."""
-
-    class Late(runner.Watch):
-        def __init__(self, state, *args, **wanted):
-            super().__init__(state, *args, **wanted)
-            self.late, self._slots = 1, []
-
-        def record(self, state):
-            self._records.append((tuple(tensor.clone() for tensor in self._tensors(state)), (0.0, 0.0)))
-            self.pending += 1
-
     ids, mask = padded(written.rows)
     ends = [len(row) + count for row, count in zip(written.rows, (13, 30, 6), strict=True)]
 
@@ -388,7 +378,7 @@ def test_a_host_that_reads_one_step_late_cuts_at_the_same_token(written, monkeyp
     expected = [text[:count] for text, count in zip(written.texts, (13, 30, 6), strict=True)]
     with written.swapped(tree) as medusa:
         steps = medusa.generate(ids, mask, max_new_tokens=NEW).accept_lengths
-        monkeypatch.setattr(runner, "Watch", Late)
+        monkeypatch.setitem(progress.STEPS_LATE, "cpu", 1)
         for kwargs in ({}, {"output_scores": True}, {"eos_token_id": [written.texts[1][20]]}):
             output = medusa.generate(
                 ids, mask, max_new_tokens=NEW, stopping_criteria=[criterion], metrics=True, **kwargs

@@ -88,19 +88,27 @@ def _serve_kv_compact(emulator: Emulator) -> None:
     def number(value: int) -> bytes:
         return value.to_bytes(8, "little", signed=True)
 
-    def move(kv: torch.Tensor, cache_lens: torch.Tensor, path: torch.Tensor, accept_lens: torch.Tensor) -> None:
-        layers, two, batch, kv_heads, rows, head_dim = kv.shape
-        row_bytes, path_len = head_dim * kv.itemsize, path.shape[1]
-        if 0 in (*kv.shape, path_len):
+    def move(
+        kv: torch.Tensor,
+        cache_lens: torch.Tensor,
+        path: torch.Tensor,
+        accept_lens: torch.Tensor,
+        *,
+        slots: torch.Tensor | None = None,
+    ) -> None:
+        layers, two, sequences, kv_heads, rows, head_dim = kv.shape
+        batch, row_bytes, path_len = len(cache_lens), head_dim * kv.itemsize, path.shape[1]
+        if 0 in (*kv.shape, path_len, batch):
             return
         unit = (kv.data_ptr() | row_bytes | 16) & -(kv.data_ptr() | row_bytes | 16)
         entry = entries[unit]
         assert entry is not None, f"csrc/kv_compact.cu: no kernel that moves {unit} bytes"
         program = emulator.load((unit, digest), ptx, entry[1], f"kv_compact ({unit}-byte units)")
         columns = kv_heads * row_bytes // unit
-        sizes = (_checks.cache_slots("kv", kv), kv_heads, rows, row_bytes // unit, columns)
+        sizes = (_checks.cache_slots("kv", kv), sequences, kv_heads, rows, row_bytes // unit, columns)
         lens, nodes, accepted = (tensor.contiguous() for tensor in (cache_lens, path, accept_lens))
-        values: list[Any] = [kv, *map(number, sizes), lens, nodes, number(path_len), accepted]
+        own = number(0) if slots is None else slots.contiguous()
+        values: list[Any] = [kv, *map(number, sizes), lens, nodes, number(path_len), accepted, own]
         emulator.launch(program, (-(-columns // 128), batch, layers * two), 128, 0, values)
 
     chosen = _registry.Implementation("cuda", move, "the CUDA kernel of csrc/ in the emulator")

@@ -48,8 +48,10 @@ def one_step(rng: random.Random, device: str, units: collections.Counter[int]) -
         if accept == -1 and rng.random() < 0.5:
             lens[b] = rng.randint(-(2**31), 2**31 - 1)  # a finished row, whose length may be anything
 
-    shape = (layers, 2, batch, kv_heads, rows, dim)
-    count = layers * 2 * batch * kv_heads * rows * dim * size
+    sequences = batch + rng.randint(0, 2)
+    slots = rng.sample(range(sequences), batch) if sequences > batch or rng.random() < 0.5 else None
+    shape = (layers, 2, sequences, kv_heads, rows, dim)
+    count = layers * 2 * sequences * kv_heads * rows * dim * size
     # Element-aligned, but not necessarily more. At the very end of its allocation if no guard follows.
     offset = GUARD + size * rng.randrange(0, 16 // size)
     trailing = rng.choice((0, GUARD))
@@ -61,12 +63,14 @@ def one_step(rng: random.Random, device: str, units: collections.Counter[int]) -
         return of[offset : offset + count].view(DTYPES[size]).view(shape)
 
     arguments = [torch.tensor(values, dtype=torch.int32) for values in (lens, paths, accepted)]
-    reference.kv_compact(cache(host), *arguments)
+    own = None if slots is None else torch.tensor(slots, dtype=torch.int32)
+    reference.kv_compact(cache(host), *arguments, slots=own)
     units[min(16, ((cache(memory).data_ptr() | dim * size) & -(cache(memory).data_ptr() | dim * size)))] += 1
-    kv_compact(cache(memory), *(argument.to(device) for argument in arguments))
+    own = None if own is None else own.to(device)
+    kv_compact(cache(memory), *(argument.to(device) for argument in arguments), slots=own)
     if torch.equal(memory.cpu(), host):
         return ""
-    return f"{shape=} {size=} {offset=} {lens=} {paths=} {accepted=}"
+    return f"{shape=} {size=} {offset=} {lens=} {paths=} {accepted=} {slots=}"
 
 
 def main() -> int:

@@ -173,6 +173,20 @@ def test_neighbouring_sequences_of_a_larger_cache(nodes: int) -> None:
     torch.testing.assert_close(whole, before, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("nodes", [9, 129])
+def test_slots_name_the_sequence_of_each_row(device: str, nodes: int) -> None:
+    """Out of order in a larger cache, of which the other sequences keep their numbers."""
+    case, slots = make(nodes, [4, 0, 7], dim=64, device=device), [3, 0, 2]
+    alone, alone_kv = run(case)
+    whole = torch.randn(2, 2, 5, *case["kv"].shape[3:]).to(device)
+    whole[:, :, slots] = case["kv"]
+    before = whole.clone()
+    own = torch.tensor(slots, dtype=torch.int32, device=device)
+    assert torch.equal(decoder_layers(**(case | {"kv": whole, "slots": own})), alone)
+    before[:, :, slots] = alone_kv
+    torch.testing.assert_close(whole, before, rtol=0, atol=0, equal_nan=True)
+
+
 def test_reference_agrees_with_a_layer_written_out() -> None:
     """One layer without norms of heads, biases and windows: a chain of nodes is causal attention."""
     case = make(5, [0], heads=2, kv_heads=1, dim=4, windows=(0,), dtype=torch.float64)
@@ -334,6 +348,8 @@ def test_inference_tensors_are_taken() -> None:
             [0, 1, 1, -9, 2],
             "depths: expected positions .* within the 12 rows of cos and sin, got positions -7",
         ),
+        ("slots", [0, 2], "slots: expected 0 to 1, got 2 in batch row 1"),
+        ("slots", [-1, 0], "slots: expected 0 to 1, got -1 in batch row 0"),
         ("depths", [0, 1, 1, 2, 10], "depths: expected positions .* 12 rows of cos and sin, got positions 2 to 12"),
     ],
 )
@@ -362,6 +378,7 @@ BAD = {
     "depths-shape": ({"depths": torch.zeros(3, 5).int()}, r"depths: expected shape \[2, 5\]"),
     "ancestors-shape": ({"ancestors": torch.zeros(5, 2).long()}, r"ancestors: expected shape \[5, 1\]"),
     "windows": ({"windows": [0]}, "windows: expected 2, one per layer, got 1"),
+    "slots-shape": ({"slots": torch.zeros(3).int()}, r"slots: expected shape \[2\]"),
     "weights": ({"weights": [torch.zeros(40)]}, "weights: expected 19 tensors, as forms has, got 1"),
 }
 

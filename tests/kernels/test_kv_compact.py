@@ -115,6 +115,18 @@ def test_neighbouring_sequences_of_a_larger_cache(device: str) -> None:
     assert torch.equal(whole.view(torch.uint8), before.view(torch.uint8))
 
 
+def test_slots_name_the_sequence_of_each_row(device: str) -> None:
+    """Out of order, with one between that nobody names and one whose row has ended; the others keep every byte."""
+    kv = make_cache((3, 2, 5, 2, 12, 16), device=device)
+    again, wanted = kv.clone(), kv.clone()
+    lens, paths, accepted, slots = [2, 9, 5], [[0, 2, 5], [1, 2, 3], [1, 3, 6]], [2, -1, 1], [4, 1, 0]
+    wanted.view(torch.uint8)[:, :, slots] = by_copy(kv[:, :, slots], lens, paths, accepted).to(device)
+    arguments = int32(lens, device), int32(paths, device), int32(accepted, device)
+    for op, cache in ((kv_compact, kv), (reference.kv_compact, again)):
+        op(cache, *arguments, slots=int32(slots, device))
+        assert torch.equal(cache.view(torch.uint8), wanted.view(torch.uint8))
+
+
 def test_strided_index_tensors(device: str) -> None:
     kv = make_cache((1, 2, 2, 1, 9, 3), device=device)
     wanted = by_copy(kv, [1, 2], [[0, 3], [1, 4]], [1, 1])
@@ -138,6 +150,10 @@ BAD = {
     "path-falls": ({"path": int32([[0, 2], [3, 1]])}, r"path: expected strictly ascending.* got \[3, 1\]"),
     "path-repeats": ({"path": int32([[2, 2], [0, 1]])}, "path: expected strictly ascending"),
     "path-low": ({"path": int32([[-1, 2], [0, 1]])}, "path: expected strictly ascending"),
+    "slots-shape": ({"slots": int32([0])}, "slots: expected shape"),
+    "slots-dtype": ({"slots": torch.zeros(2, dtype=torch.int64)}, "slots: expected dtype int32"),
+    "slots-high": ({"slots": int32([0, 2])}, "slots: expected 0 to 1, got 2 in batch row 1"),
+    "slots-low": ({"slots": int32([-1, 0])}, "slots: expected 0 to 1, got -1 in batch row 0"),
     "accept_lens-shape": ({"accept_lens": int32([[0, 0]])}, "accept_lens: expected shape"),
     "accept_lens-dtype": ({"accept_lens": torch.zeros(2)}, "accept_lens: expected dtype int32, got float32"),
     "accept_lens-high": ({"accept_lens": int32([0, 2])}, "accept_lens: expected -1 to 1 .*got 2 in batch row 1"),
@@ -196,3 +212,5 @@ def test_passes_opcheck(device: str, batch: int, steps: int) -> None:
     path = torch.arange(0, 2 * steps, 2, dtype=torch.int32, device=device).repeat(batch, 1)
     arguments = (kv, int32([4] * batch, device), path, int32([steps - 1] * batch, device))
     torch.library.opcheck(torch.ops.medusa_kernels.kv_compact.default, arguments)
+    slots = {"slots": torch.arange(batch, dtype=torch.int32, device=device).flip(0)}
+    torch.library.opcheck(torch.ops.medusa_kernels.kv_compact.default, arguments, slots)

@@ -22,16 +22,24 @@ from medusa_kernels import _native
 ROOT = Path(_native.__file__).parents[1]
 
 
-def call(kv: np.ndarray, cache_lens: list[int], path: list[list[int]], accept_lens: list[int]) -> int:
+def call(
+    kv: np.ndarray,
+    cache_lens: list[int],
+    path: list[list[int]],
+    accept_lens: list[int],
+    slots: list[int] | None = None,
+) -> int:
     library = _native.cpu_library()
     assert library is not None, _native.why_missing("cpu")
     lens, paths, accepted = (np.array(values, dtype=np.int32) for values in (cache_lens, path, accept_lens))
-    slots, batch = kv.shape[1], len(lens)
-    assert slots >= batch == len(paths) == len(accepted)
-    sizes = kv.shape[0], slots, batch, *kv.shape[2:]
+    stored, batch = kv.shape[1], len(lens)
+    assert stored >= batch == len(paths) == len(accepted)
+    sizes = kv.shape[0], stored, batch if slots is None else stored, batch, *kv.shape[2:]
+    own = None if slots is None else np.array(slots, dtype=np.int32)
     return library.medusa_kv_compact_cpu(
-        kv.ctypes.data, *sizes, lens.ctypes.data, paths.ctypes.data, paths.shape[1], accepted.ctypes.data
-    )
+        kv.ctypes.data, *sizes, lens.ctypes.data, paths.ctypes.data, paths.shape[1], accepted.ctypes.data,
+        None if own is None else own.ctypes.data,
+    )  # fmt: skip
 
 
 def random_bytes(*shape: int, seed: int = 0) -> np.ndarray:
@@ -203,6 +211,14 @@ def test_only_the_first_slots_of_each_layer_move() -> None:
     np.testing.assert_array_equal(kv[:, 2:], before[:, 2:])
 
 
+@pytest.mark.parametrize(("slots", "status"), [([2, 0], 0), ([2, 3], 4), ([-1, 0], 4)])
+def test_slots_outside_the_cache_are_refused_before_anything_moves(slots: list[int], status: int) -> None:
+    kv = random_bytes(2, 3, 1, 6, 8)
+    before = kv.copy()
+    assert call(kv, [1, 0], [[1], [3]], [0, 0], slots) == status
+    assert np.array_equal(kv, before) == (status != 0)
+
+
 @pytest.mark.parametrize("empty", [(0, 2, 1, 4, 8), (2, 2, 0, 4, 8), (2, 2, 1, 4, 0)])
 def test_empty_caches_are_allowed(empty: tuple[int, ...]) -> None:
     assert call(np.empty(empty, dtype=np.uint8), [0, 0], [[1], [2]], [0, 0]) == 0
@@ -215,9 +231,9 @@ library = ctypes.CDLL(sys.argv[1])
 # Eight rows of 64 bytes that the system lets no one write to.
 page = np.frombuffer(mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ), dtype=np.uint8)
 lens, path, accepted = (np.array(a, np.int32) for a in ([1], eval(sys.argv[2]), [3]))
-integers = [ctypes.c_int64(n) for n in (1, 1, 1, 1, 8, 64)]
+integers = [ctypes.c_int64(n) for n in (1, 1, 1, 1, 1, 8, 64)]
 at = lambda array: ctypes.c_void_p(array.ctypes.data)
-sys.exit(library.medusa_kv_compact_cpu(at(page), *integers, at(lens), at(path), ctypes.c_int64(4), at(accepted)))
+sys.exit(library.medusa_kv_compact_cpu(at(page), *integers, at(lens), at(path), ctypes.c_int64(4), at(accepted), None))
 """
 
 
@@ -263,7 +279,7 @@ def test_library_of_another_version_is_refused(empty_folder: Path, monkeypatch: 
     shutil.copy(built, empty_folder)
     monkeypatch.setattr(_native, "ABI_VERSION", _native.ABI_VERSION + 41)
     assert _native.cpu_library() is None
-    assert re.search(r"expected ABI version 45, got 4\b", _native.why_missing("cpu"))
+    assert re.search(r"expected ABI version 46, got 5\b", _native.why_missing("cpu"))
 
 
 def test_unknown_kind_is_refused() -> None:
@@ -291,7 +307,7 @@ def test_cuda_library_loads_without_a_device() -> None:
     assert _native.why_missing("cuda") == ""
     assert library.medusa_cuda_error_string(1) == b"invalid argument"
     # Nothing is launched, so no device is needed.
-    assert library.medusa_kv_compact_cuda(None, 0, 1, 1, 1, 8, 16, None, None, 4, None, None) == 0
+    assert library.medusa_kv_compact_cuda(None, 0, 1, 1, 1, 1, 8, 16, None, None, 4, None, None, None) == 0
 
 
 @pytest.fixture(scope="module")

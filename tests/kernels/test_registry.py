@@ -51,7 +51,7 @@ MUTATED = {
     "kv_compact": ["kv"],
     "rope_append": ["k_cache", "v_cache"],
     "tree_attention": ["counters"],
-    "tree_accept": ["lengths", "root", "state_hidden", "output", "count", "finished", "log"],
+    "tree_accept": ["lengths", "root", "state_hidden", "output", "count", "finished", "log", "report"],
 }
 
 

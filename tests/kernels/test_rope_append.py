@@ -228,6 +228,35 @@ def test_any_strides(device: str, own_tables: bool) -> None:
     assert_equal(case | apart, wanted, run(case | apart))
 
 
+def test_slots_name_the_sequence_of_each_row(device: str) -> None:
+    """Out of order in larger caches: sequences that nobody names keep their NaN."""
+    case, slots = make(5, [4, 0, 7], device=device), [3, 0, 2]
+    wanted = expected(case)
+    out, *caches = wanted
+    large = {name: torch.full((5, *case[name].shape[1:]), math.nan, device=device) for name in ("k_cache", "v_cache")}
+    grown = [torch.full_like(large["k_cache"], math.nan) for _ in caches]
+    for cache, filled in zip(grown, caches, strict=True):
+        cache[slots] = filled
+    for op in (rope_append, reference.rope_append):
+        own = case | {name: cache.clone() for name, cache in large.items()}
+        got = op(*(own[name] for name in ORDER), slots=torch.tensor(slots, dtype=torch.int32, device=device))
+        assert_equal(own, (out, grown[0], grown[1]), got)
+
+
+@pytest.mark.parametrize("slots", [[-1, 1], [0, 2], [-(2**31), 2**31 - 1]])
+def test_slots_outside_the_cache_are_not_written(device: str, slots: list[int]) -> None:
+    """As rows outside the cache: memory around it does not change."""
+    if device == "cpu" and not interpreted():
+        pytest.skip("the CPU implementation refuses them, see test_bad_arguments_are_refused")
+    case = make(3, [2, 4], device=device)
+    memory = torch.full((2, 4, *case["k_cache"].shape[1:]), 7.0, device=device)
+    own = case | {"k_cache": memory[0, 1:3], "v_cache": memory[1, 1:3]}
+    rope_append(*(own[name] for name in ORDER), slots=torch.tensor(slots, dtype=torch.int32, device=device))
+    inside = [1 + slot for slot in slots if 0 <= slot < 2]
+    assert all((memory[:, slot] == 7).all() for slot in range(4) if slot not in inside)
+    assert all((memory[:, slot] != 7).any() for slot in inside)
+
+
 @pytest.mark.parametrize("lens", [[7, 6], [-1, 12], [2**31 - 1, -(2**31)]])
 def test_rows_outside_the_cache_are_not_written(device: str, lens: list[int]) -> None:
     """A kernel cannot refuse them: it must not change memory around the cache, nor read beyond a table."""
@@ -298,6 +327,8 @@ BAD = {
     "cache_lens-shape": ({"cache_lens": torch.zeros(1, dtype=torch.int32)}, "cache_lens: expected shape"),
     "cache_lens-dtype": ({"cache_lens": torch.zeros(2, dtype=torch.int64)}, "cache_lens: expected dtype int32"),
     "cache_lens-value": ({"cache_lens": torch.tensor([0, 7], dtype=torch.int32)}, "cache_lens: expected 0 to 6"),
+    "slots-shape": ({"slots": torch.zeros(1, dtype=torch.int32)}, "slots: expected shape"),
+    "slots-value": ({"slots": torch.tensor([0, 2], dtype=torch.int32)}, "slots: expected 0 to 1, got 2 in batch row 1"),
     "depths-shape": ({"depths": torch.zeros(4, dtype=torch.int32)}, "depths: expected shape"),
     "depths-dtype": ({"depths": torch.zeros(3, dtype=torch.int64)}, "depths: expected dtype int32"),
     "parts-dtype": (
@@ -316,7 +347,7 @@ BAD = {
 }
 
 
-READ_VALUES = ("cache_lens-value", "depths-high", "depths-low")
+READ_VALUES = ("cache_lens-value", "slots-value", "depths-high", "depths-low")
 
 
 @pytest.mark.parametrize(
@@ -346,7 +377,8 @@ def test_passes_opcheck(device: str, nodes: int, lens: list[int], own: bool) -> 
     case = make(nodes, lens, own_tables=own, own_depths=own, device=device)
     # opcheck compares clones of the caches, for which NaN would never be equal.
     case["k_cache"].zero_(), case["v_cache"].zero_()
-    norms = {} if own else {"q_norm": torch.ones(8, device=device), "k_norm": torch.ones(8, device=device)}
+    options = {} if own else {"q_norm": torch.ones(8, device=device), "k_norm": torch.ones(8, device=device)}
     if own:
         case |= {name: torch.stack((case[name], case[name])) for name in "qkv"}
-    torch.library.opcheck(torch.ops.medusa_kernels.rope_append.default, tuple(case[name] for name in ORDER), norms)
+        options["slots"] = torch.arange(len(lens), dtype=torch.int32, device=device).flip(0)
+    torch.library.opcheck(torch.ops.medusa_kernels.rope_append.default, tuple(case[name] for name in ORDER), options)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import struct
 from typing import Any
 
 import pytest
@@ -17,9 +18,9 @@ from medusa_kernels import reference, tree_accept
 from medusa_kernels._registry import interpreted
 
 Case = dict[str, Any]
-MUTATED = ("lengths", "root", "state_hidden", "output", "count", "finished", "log")
+MUTATED = ("lengths", "root", "state_hidden", "output", "count", "finished", "log", "report")
 RETURNED = ("path", "kept", "old_lengths")
-NARROW = ("depths", "max_new", "lengths", "count", "log")
+NARROW = ("depths", "max_new", "lengths", "count", "log", "report")
 """What is int32; other integers are int64."""
 
 
@@ -64,12 +65,14 @@ def make(
         "count": count or [3] * batch,
         "finished": finished or [False] * batch,
         "log": [[-3] * 4 for _ in range(batch)],
+        "check": [(1.5, float("inf"), float("nan"))[b % 3] for b in range(batch)],
+        "report": [[-4] * (3 + nodes + 2) for _ in range(batch)],
     }
 
 
 def on(case: Case, device: str, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     def tensor(name: str, value: Any) -> Tensor:
-        kind = {"finished": torch.bool, "hidden": dtype, "state_hidden": dtype}.get(name)
+        kind = {"finished": torch.bool, "hidden": dtype, "state_hidden": dtype, "check": torch.float32}.get(name)
         return torch.tensor(value, dtype=kind or (torch.int32 if name in NARROW else torch.int64)).to(device)
 
     return {name: tensor(name, value) for name, value in case.items()}
@@ -101,6 +104,9 @@ def walked(case: Case, parents: list[int]) -> Case:
             emitted += 1
             after["finished"][b] = wanted[node] in case["eos"] or after["count"][b] == case["max_new"][b]
         after["log"][b][case["step"][0]] = emitted
+        told = [after["count"][b], int(after["finished"][b]), *struct.unpack("i", struct.pack("f", case["check"][b]))]
+        told += [wanted[node] for node in after["path"][b]]
+        after["report"][b][: len(told)] = told
     return after
 
 
@@ -110,7 +116,9 @@ def run(tensors: dict[str, Tensor], function: Any = tree_accept) -> dict[str, Te
     for name, tensor in tensors.items():
         if name not in MUTATED:
             torch.testing.assert_close(given_tensors[name], tensor, rtol=0, atol=0, equal_nan=True)
-    return {name: given_tensors[name] for name in MUTATED} | dict(zip(RETURNED, returned, strict=True))
+    return {name: given_tensors[name] for name in MUTATED if name in tensors} | dict(
+        zip(RETURNED, returned, strict=True)
+    )
 
 
 def check(case: Case, parents: list[int], device: str, dtype: torch.dtype = torch.float32) -> None:
@@ -284,7 +292,12 @@ def test_rows_with_trees_of_their_own(device: str, data: st.DataObject) -> None:
     length = got["path"].shape[1]
     for row, (case, own) in enumerate(zip(cases, parents, strict=True)):
         wanted = walked(case, own)
-        wanted["path"] = [path + path[-1:] * (length - len(path)) for path in wanted["path"]]
+        (path,), (report,) = wanted["path"], wanted["report"]
+        more = length - len(path)
+        wanted["path"] = [path + path[-1:] * more]
+        wanted["report"] = [
+            report[: 3 + len(path)] + report[2 + len(path) : 3 + len(path)] * more + [-4] * (nodes + 2 - length)
+        ]
         for name, tensor in got.items():
             assert tensor[row].tolist() == wanted[name][0], name
 
@@ -303,6 +316,8 @@ def test_views_and_empty_inputs(device: str) -> None:
     for name, tensor in run(spread).items():
         assert torch.equal(tensor, wanted[name])
     shared = ("depths", "paths", "eos", "step")
+    silent = run({name: tensor for name, tensor in tensors.items() if name not in ("check", "report")})
+    assert all(torch.equal(tensor, wanted[name]) for name, tensor in silent.items())
     none = run({name: tensor if name in shared else tensor[:0] for name, tensor in tensors.items()})
     assert none["path"].shape == (0, 4)
 
@@ -361,6 +376,11 @@ BAD = {
     "state-dtype": ({"state_hidden": torch.zeros(2, 5).half()}, "state_hidden: expected dtype float32"),
     "finished": ({"finished": torch.zeros(2)}, "finished: expected dtype bool"),
     "strides": ({"count": torch.zeros(4).int()[::2]}, "count: expected a contiguous tensor"),
+    "check-alone": ({"report": None}, "report: expected given together with check, or neither, got None"),
+    "check": ({"check": torch.zeros(2).int()}, "check: expected dtype float32"),
+    "report-dtype": ({"report": torch.zeros(2, 9).long()}, "report: expected dtype int32"),
+    "report-rows": ({"report": torch.zeros(1, 9).int()}, r"report: expected shape \[2, R\]"),
+    "report-columns": ({"report": torch.zeros(2, 6).int()}, "report: expected at least 7 columns, got 6"),
     "log": ({"log": torch.zeros(1, 4).int()}, r"log: expected shape \[2, W2\]"),
 }
 
@@ -381,9 +401,9 @@ def test_the_reference_agrees_and_repeats(device: str) -> None:
 
 def test_passes_opcheck(device: str) -> None:
     tensors = tree_case(device)
-    positional = [tensor for name, tensor in tensors.items() if name not in MUTATED]
-    mutated = {name: tensors[name] for name in MUTATED}
-    torch.library.opcheck(torch.ops.medusa_kernels.tree_accept.default, tuple(positional), mutated)
+    positional = [tensor for name, tensor in tensors.items() if name not in MUTATED and name != "check"]
+    named = {name: tensors[name] for name in (*MUTATED, "check")}
+    torch.library.opcheck(torch.ops.medusa_kernels.tree_accept.default, tuple(positional), named)
 
 
 def test_compiles_into_one_graph(device: str) -> None:

@@ -459,6 +459,34 @@ def test_caches_of_any_strides(device: str) -> None:
     torch.testing.assert_close(got, expected)  # the CPU's own kernel adds up in another order
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("nodes", [1, 20])
+@pytest.mark.parametrize(
+    ("lens", "slots"), [([0, 70, 10], [4, 0, 2]), ([40, 40, 40], [3, 1, 4]), ([40, 40], [1, 2])], ids=str
+)
+def test_slots_name_the_sequence_of_each_row(
+    device: str, monkeypatch: pytest.MonkeyPatch, nodes: int, lens: list[int], slots: list[int], dtype: torch.dtype
+) -> None:
+    """Against the same sequences next to each other, also in several shares; the other sequences are NaN."""
+    case = make(nodes, lens, heads=4, kv_heads=2, dim=16, dtype=dtype, device=device)
+    expected = run(case)
+    apart = {name: case[name].new_full((6, *case[name].shape[1:]), math.nan) for name in ("k_cache", "v_cache")}
+    for name, cache in apart.items():
+        cache[slots] = case[name]
+    own = torch.tensor(slots, dtype=torch.int32, device=device)
+    torch.testing.assert_close(run(case | apart, slots=own), expected)  # the CPU adds up single rows in another order
+    arguments = [(case | apart)[name] for name in ("q", "k_cache", "v_cache", "cache_lens", "ancestors")]
+    torch.testing.assert_close(
+        reference.tree_attention(*arguments, slots=own), reference.tree_attention(*list(case.values())[:5])
+    )
+    if served_by("tree_attention", device).name == "triton":
+        cut_finely(monkeypatch, rows=16, splits=5)
+        counters = zeros_for(case)
+        assert torch.equal(run(case | apart, slots=own), run(case))
+        assert torch.equal(run(case | apart, slots=own, counters=counters), run(case))
+        assert not counters.any()
+
+
 def test_lengths_of_any_stride(device: str) -> None:
     case = make(5, [40, 7, 20], device=device)
     apart = torch.full((3, 2), 1, dtype=torch.int32, device=device)
@@ -485,6 +513,8 @@ BAD = {
     "v_cache-dtype": ({"v_cache": torch.zeros(2, 2, 9, 8).bfloat16()}, "v_cache: expected dtype"),
     "cache_lens-shape": ({"cache_lens": torch.zeros(3, dtype=torch.int32)}, "cache_lens: expected shape"),
     "cache_lens-dtype": ({"cache_lens": torch.zeros(2, dtype=torch.int64)}, "cache_lens: expected dtype int32"),
+    "slots-shape": ({"slots": torch.zeros(3, dtype=torch.int32)}, "slots: expected shape"),
+    "slots-dtype": ({"slots": torch.zeros(2, dtype=torch.int64)}, "slots: expected dtype int32"),
     "ancestors-words": ({"ancestors": torch.ones(3, 2, dtype=torch.int64)}, "ancestors: expected shape"),
     "ancestors-batch": ({"ancestors": torch.ones(1, 3, 1, dtype=torch.int64)}, "ancestors: expected shape"),
     "ancestors-dtype": ({"ancestors": torch.ones(3, 1, dtype=torch.int32)}, "ancestors: expected dtype int64"),
@@ -520,14 +550,22 @@ def test_lengths_beyond_the_cache_are_refused(length: int, softcap: float | None
         run(case, softcap=softcap)
 
 
+@reads_values
+@pytest.mark.parametrize("slot", [-1, 2])
+def test_slots_outside_the_cache_are_refused(slot: int) -> None:
+    with pytest.raises(ValueError, match=f"slots: expected 0 to 1, got {slot} in batch row 1"):
+        run(make(3, [1, 1]), slots=torch.tensor([0, slot], dtype=torch.int32))
+
+
 @pytest.mark.parametrize(
     ("nodes", "lens", "options"),
     [(1, [3], {}), (5, [0, 4], {"window": 3}), (5, [4, 4], {"softcap": 2.0, "scale": 0.3}), (65, [2], {})],
 )
 def test_passes_opcheck(device: str, nodes: int, lens: list[int], options: dict[str, Any]) -> None:
     case = make(nodes, lens, heads=4, kv_heads=2, device=device)
-    for counters in ({}, {"counters": zeros_for(case)}):
-        arguments = options | counters
+    slots = torch.arange(len(lens), dtype=torch.int32, device=device)
+    for more in ({}, {"counters": zeros_for(case), "slots": slots}):
+        arguments = options | more
         torch.library.opcheck(torch.ops.medusa_kernels.tree_attention.default, tuple(case.values())[:5], arguments)
 
 

@@ -103,7 +103,7 @@ class TreeAttention(nn.Module):
         cache = context.cache
         unused = k[:, :, :1]  # the op also rotates queries
         layer = cache.layer(self.original.layer_idx)
-        rope_append(unused, k, v, cache.cos, cache.sin, *layer, cache.lengths, context.depths)
+        rope_append(unused, k, v, cache.cos, cache.sin, *layer, cache.lengths, context.depths, slots=cache.slots)
 
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """View the three projections' joint output [.., B, N, (Hq + 2 Hkv) D] as q, k and v, each [.., B, N, heads, D].
@@ -125,17 +125,17 @@ class TreeAttention(nn.Module):
         normed if the family does that, unless `norm_heads` leaves it to this method. Returns [B, N, Hq * D], the input
         of the output projection.
         """
-        norms: dict[str, Any] = {}
-        if norm_heads:
-            norms = {"q_norm": self.q_norm.weight, "k_norm": self.k_norm.weight, "eps": self.q_norm.variance_epsilon}
         cache = context.cache
+        options: dict[str, Any] = {"slots": cache.slots}
+        if norm_heads:
+            options |= {"q_norm": self.q_norm.weight, "k_norm": self.k_norm.weight, "eps": self.q_norm.variance_epsilon}
         k_cache, v_cache = cache.layer(self.original.layer_idx)
-        q = rope_append(q, k, v, cache.cos, cache.sin, k_cache, v_cache, cache.lengths, context.depths, **norms)
+        q = rope_append(q, k, v, cache.cos, cache.sin, k_cache, v_cache, cache.lengths, context.depths, **options)
         settings: dict[str, Any] = {"scale": self.original.scaling, "window": self.window}
         if context.ancestors is None:
-            out = prefill_attention(q, k_cache, v_cache, cache.lengths, context.offset, **settings)
+            out = prefill_attention(q, k_cache, v_cache, cache.lengths, context.offset, places=cache.places, **settings)
         else:
-            settings["counters"] = cache.counters
+            settings |= {"counters": cache.counters, "slots": cache.slots}
             out = tree_attention(q, k_cache, v_cache, cache.lengths, context.ancestors, **settings)
         return out.reshape(*out.shape[:2], -1)
 

@@ -194,7 +194,7 @@ class NativeLayers:
         cache = context.cache
         return decoder_layers(
             hidden, self.weights, self.forms, cache.kv, cache.cos, cache.sin, cache.lengths, context.depths,
-            context.ancestors, windows=self.windows, eps=self.eps, scale=self.scale,
+            context.ancestors, windows=self.windows, eps=self.eps, scale=self.scale, slots=cache.slots,
         )  # fmt: skip
 
 

@@ -21,10 +21,14 @@ class TreeCache:
     """Keys, values and lengths of a batch of sequences.
 
     Attributes:
-        kv: [L, 2, B, Hkv, S, D]; kv[l, 0] holds layer l's keys (already rotated), kv[l, 1] its values.
+        kv: [L, 2, B, Hkv, S, D]; kv[l, 0] holds layer l's keys (already rotated), kv[l, 1] its values. With `slots` of
+            any number of sequences.
         lengths: int32 [B], filled rows of each sequence, on the same device.
         cos, sin: [P, D] or [B, P, D] rotary tables by position, P >= S, in the dtype of kv.
         counters: [B, ..] for `tree_attention`, zeros between passes; None where it has no use for them.
+        slots: int32 [B], which sequence of `kv` belongs to each row, for a cache of which rows change places; None:
+            sequence b to row b.
+        places: the same on the host, for a prefill.
     """
 
     kv: torch.Tensor
@@ -32,6 +36,8 @@ class TreeCache:
     cos: torch.Tensor
     sin: torch.Tensor
     counters: torch.Tensor | None = None
+    slots: torch.Tensor | None = None
+    places: list[int] | None = None
 
     @classmethod
     def allocate(cls, shape: tuple[int, ...], rope: Tables, heads: int | None = None) -> TreeCache:

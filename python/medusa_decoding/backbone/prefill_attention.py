@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -41,6 +41,7 @@ def prefill_attention(
     *,
     scale: float,
     window: int | None,
+    places: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """Attend causally from a chunk of the prompts to the rows before it and to itself, just written.
 
@@ -48,8 +49,21 @@ def prefill_attention(
     chunk times earlier rows is materialised on any device.
 
     Takes rotated queries [B, T, Hq, D] of positions `offset` to `offset + T`, caches [B, Hkv, S, D] of which rows
-    [0, offset + T) are filled, and int32 [B] lengths, `offset` in every row. Returns [B, T, Hq, D].
+    [0, offset + T) are filled, and int32 [B] lengths, `offset` in every row. With `places`, those of each row in the
+    caches, these have any number of sequences; rows that are not neighbours there attend one by one. Returns
+    [B, T, Hq, D].
     """
+    if places is not None:
+        first, count = places[0], len(places)
+        if list(places) != list(range(first, first + count)):
+            attend_one = functools.partial(prefill_attention, offset=offset, scale=scale, window=window)
+            rows = [slice(row, row + 1) for row in range(count)]
+            found = [
+                attend_one(q[row], k_cache, v_cache, cache_lens[row], places=[place])
+                for row, place in zip(rows, places, strict=True)
+            ]
+            return torch.cat(found)
+        k_cache, v_cache = k_cache[first : first + count], v_cache[first : first + count]
     length = q.shape[1]
     end = offset + length
     keys, values = k_cache[:, :, :end], v_cache[:, :, :end]

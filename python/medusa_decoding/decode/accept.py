@@ -38,6 +38,7 @@ def accept(
         limits.budgets_tensor, state.step,
         lengths=state.cache.lengths, root=state.root, state_hidden=state.hidden, output=state.output,
         count=state.count, finished=state.finished, log=state.log,
+        check=state.check, report=state.report,
     )  # fmt: skip
     # Not in the op, because every row of it reads the step.
     state.step += 1

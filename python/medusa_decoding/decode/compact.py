@@ -19,4 +19,4 @@ def compact(cache: TreeCache, path: torch.Tensor, accept_lens: torch.Tensor, cac
         accept_lens: int32 [B], accepted nodes below the root; -1 for a row that had ended.
         cache_lens: int32 [B], cached tokens before the step.
     """
-    kv_compact(cache.kv, cache_lens, path, accept_lens)
+    kv_compact(cache.kv, cache_lens, path, accept_lens, slots=cache.slots)

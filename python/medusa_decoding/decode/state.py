@@ -14,6 +14,7 @@ import torch
 
 from medusa_decoding.backbone.kv_cache import TreeCache, bucket
 from medusa_decoding.decode.lookup import Text
+from medusa_kernels.tree_attention import MAX_NODES
 
 
 @dataclass(eq=False)
@@ -30,6 +31,8 @@ class DecodeState:
         log: int32 [B, as output], tokens each step committed; column s is step s, 0 after a row has finished.
         step: int64 [1], steps so far.
         seeds: int64 [B], keys of the random numbers of sampling (see `TokenSelector.noise`).
+        report: int32 [B, 3 + 256], what `runtime.progress` reads of the last step: `count`, `finished`, the bits of
+            `check` and the tokens of the accepted path (see `tree_accept`).
         check: fp32 [B], set by each step's token selection: not finite if the model's output is not.
         text: prompts and new tokens if a tree copies from them, else None.
         captured: steps captured over these tensors (see `runtime.cuda_graph`); they live as long as the tensors do.
@@ -45,6 +48,7 @@ class DecodeState:
     step: torch.Tensor
     seeds: torch.Tensor
     check: torch.Tensor
+    report: torch.Tensor
     text: Text | None = None
     captured: dict[Any, Any] = field(default_factory=dict, repr=False)
 
@@ -66,6 +70,7 @@ class DecodeState:
             step=zeros(1, dtype=torch.int64),
             seeds=zeros(batch, dtype=torch.int64),
             check=zeros(batch, dtype=torch.float32),
+            report=zeros(batch, 3 + MAX_NODES, dtype=torch.int32),
         )
 
     def hold_text(self, prompts: list[torch.Tensor]) -> None:

@@ -2,18 +2,41 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
 from medusa_decoding.decode.limits import Limits
 from medusa_decoding.decode.policy import Policy
+from medusa_decoding.decode.runtime.progress import Watch
 from medusa_decoding.decode.selection.processors import LogitsProcessors
 from medusa_decoding.decode.selection.processors import Row as HostRow
 from medusa_decoding.decode.selection.rows import common_selector, host_row
 from medusa_decoding.decode.verify import TokenSelector
 from medusa_decoding.serving.rows import Kind, Row
 from medusa_decoding.serving.slots import Slots
+from medusa_decoding.trees.tree import Tree
+
+
+@dataclass(frozen=True)
+class Launched:
+    """A step of a group whose results have not been read.
+
+    Attributes:
+        rows: that took part, in order.
+        errors: what each row's own processors have raised.
+        tree: of the step.
+        policy: that chose the tree.
+        made: whether the step was compiled or captured first.
+    """
+
+    rows: list[Row]
+    errors: list[Exception | None]
+    tree: Tree
+    policy: Policy
+    made: bool
 
 
 class Group:
@@ -25,11 +48,15 @@ class Group:
     Attributes:
         rows: in the order of their slots.
         policy: chooses the tree of each step; None when the rows have changed.
+        watch: reads what steps have committed; made at the first step.
+        unread: steps that it has not read yet.
     """
 
     def __init__(self, kind: Kind) -> None:
         self.kind = kind
         self.rows: list[Row] = []
+        self.watch: Watch | None = None
+        self.unread: deque[Launched] = deque()
         self.changed()
 
     def changed(self) -> None:
@@ -104,6 +131,11 @@ class Groups:
         if not captured or group is not self._groups[-1]:
             return rows
         return min(1 << (rows - 1).bit_length(), len(self.slots) - first)
+
+    def slot(self, row: Row) -> int:
+        """Return the slot of a row."""
+        group = next(group for group in self._groups if row in group.rows)
+        return self.first_slot(group) + group.rows.index(row)
 
     def join(self, row: Row, slot: int) -> None:
         """Let a row join the rows of its kind: the first row of each later group makes room at the group's end."""

@@ -2,7 +2,11 @@
 
 A round admits waiting rows while slots are free, runs their prompts for a limited time, the last one perhaps in part,
 and then one step of every group of running rows. The step is the paper's (`decode.loop.decode_step`), over a view of
-the slots.
+the slots. On a GPU its results are read one step late, as those of a single generation (`decode.runtime.progress`):
+while the host delivers a step's tokens, the next one runs. So a row that has ended runs one step more, which changes
+nothing; the cache has room for it, as for every step of a row that has ended. Two things are not late: the first step
+after rows have joined or left waits for the one before, whose tokens decide what it needs, and steps whose tokens the
+host selects (log-probabilities, penalties, grammars, other processors, minimum lengths) are read at once.
 """
 
 from __future__ import annotations
@@ -12,17 +16,18 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
 from medusa_decoding.decode.policy import FixedTree, Policy
 from medusa_decoding.decode.prefill import PREFILL_CHUNK, prefill_chunks
+from medusa_decoding.decode.runtime.progress import Progress, Watch
 from medusa_decoding.decode.runtime.steps import Steps
-from medusa_decoding.decode.state import DecodeState
+from medusa_decoding.decode.verify import HostTokenSelector
 from medusa_decoding.generation.session import common_length
 from medusa_decoding.model import MedusaModel
-from medusa_decoding.serving.groups import Group, Groups
+from medusa_decoding.serving.groups import Group, Groups, Launched
 from medusa_decoding.serving.rows import MOST_NODES, Kind, Row
 from medusa_decoding.serving.slots import SHORTEST_REUSE, Slots
 from medusa_decoding.serving.ticket import Delta, Finish
@@ -95,6 +100,7 @@ class Scheduler:
         self._prefill: _Prefill | None = None
         self._step_for = steps.prepare(model.backend)
         self._policies: dict[tuple[Kind, Tree | Literal["auto"], bool], Policy] = {}
+        self._watch = Watch(slots.state)  # of prefills
         self._tokens_per_second = 0.0  # of the last chunk
         self._until, self._left = 0.0, 0  # when the prompts of a round must end, and how many of their tokens may run
 
@@ -127,9 +133,9 @@ class Scheduler:
                 self._step(group)
             except Exception as error:  # other requests go on
                 logger.exception("engine: a step failed; its requests end")
-                first = self.groups.first_slot(group)
-                self.slots.forget(first, first + len(group.rows))
                 for row in list(group.rows):
+                    slot = self.groups.slot(row)
+                    self.slots.forget(slot, slot + 1)
                     self._end(row, Delta([], "error", error=error))
 
     def end_all(self, delta: Delta) -> None:
@@ -235,7 +241,10 @@ class Scheduler:
             view.finished.fill_(False)
             view.step.zero_()  # the column of the log, which nobody reads
             cached = next(prefill.chunks, None)
-            going = [] if cached is not None else self._started(prefill, _on_host(view))
+            going = []
+            if cached is None:
+                self._watch.record(view)
+                going = self._started(prefill, self._watch.read())
             view.finished.fill_(True)  # they have ended or go on later; steps of others leave such rows as they are
         except Exception as error:
             logger.exception("engine: a prefill failed; its requests end")
@@ -259,57 +268,72 @@ class Scheduler:
             prefill.cached = cached
         return True
 
-    def _started(self, prefill: _Prefill, left: DecodeState | _OnHost) -> list[tuple[Row, int]]:
+    def _started(self, prefill: _Prefill, progress: Progress) -> list[tuple[Row, int]]:
         """Take the first token of each row whose prompt has run; return those that go on, with their slots."""
         going = []
         for place, (row, error) in enumerate(zip(prefill.rows, prefill.group.errors(), strict=True)):
             slot = prefill.slot + place
-            if not row.ended and self._take(row, slot, left, place, error) is None:
+            if row.ended:
+                continue
+            finish = self._take(row, slot, progress, place, error)
+            if finish != "error":
+                self.slots.texts[slot] = row.text  # which grows with the row
+            if finish is None:
                 going.append((row, slot))
         return going
 
     # -- steps
 
     def _step(self, group: Group) -> None:
-        """Run one step of a group, and deliver what it has committed."""
+        """Launch one step of a group, and deliver what the one before it has committed, or on a CPU what it has."""
+        if group.policy is None:  # the rows have changed
+            self._read(group)
+            if not group.rows:
+                return
         device, first = self.model.backbone.device, self.groups.first_slot(group)
         width = self.groups.width(group, captured=device.type == "cuda")
         view = self.slots.rows(first, first + width)
         selector, limits = group.prepare(width, device, self.slots.temperatures[first : first + width])
         policy = self._policy(group)
         tree = policy.choose()
-        began, work_began = time.perf_counter(), time.thread_time()
+        watch = group.watch = group.watch or Watch(self.slots.state, timed=True)
+        watch.start(view)
         view.step.zero_()
         made = self._step_for(tree)(view, selector, limits)
-        left = _on_host(view)
-        seconds = time.perf_counter() - began
-        # A CPU's is its work, as in `runtime.progress`; a thread that waits for a GPU may sleep.
-        work = (time.thread_time() - work_began if device.type == "cpu" else 0.0) or seconds
+        watch.record(view)
+        group.unread.append(Launched(list(group.rows), group.errors(), tree, policy, bool(made)))
         self.counts.steps += 1
         self.counts.tree_nodes[tree.num_nodes] += 1
-        self.counts.step_seconds += seconds
-        before = [row.emitted for row in group.rows]
-        ended = [
-            row
-            for place, (row, error) in enumerate(zip(group.rows, group.errors(), strict=True))
-            if self._take(row, first + place, left, place, error) is not None
-        ]
-        committed = [row.emitted - was for row, was in zip(group.rows, before, strict=True)]
-        for row in ended:
-            self.groups.leave(row)
-        policy.observe(tree, None if made else work, [count for count in committed if count])
+        self._read(group, 0 if isinstance(selector, HostTokenSelector) else watch.late)
 
-    def _take(
-        self, row: Row, slot: int, left: DecodeState | _OnHost, place: int, error: Exception | None
-    ) -> Finish | None:
+    def _read(self, group: Group, late: int = 0) -> None:
+        """Deliver what a group's steps have committed, except the last `late` ones; rows that have ended leave."""
+        while len(group.unread) > late:
+            assert group.watch is not None
+            launched, progress = group.unread.popleft(), group.watch.read()
+            assert progress.seconds is not None
+            self.counts.step_seconds += progress.seconds
+            committed = []
+            for place, (row, error) in enumerate(zip(launched.rows, launched.errors, strict=True)):
+                if row.ended:  # by the step before this one, or cancelled
+                    continue
+                before = row.emitted
+                if self._take(row, self.groups.slot(row), progress, place, error) is not None:
+                    self.groups.leave(row)
+                committed.append(row.emitted - before)
+            seconds = None if launched.made else progress.work
+            launched.policy.observe(launched.tree, seconds, [count for count in committed if count])
+
+    def _take(self, row: Row, slot: int, progress: Progress, place: int, error: Exception | None) -> Finish | None:
         """Take what a step or a prefill has left of a row; return why the row has ended, if it has."""
-        check = float(left.check[place])
-        if error is None and check - check != 0:  # infinite or NaN
-            error = FloatingPointError(f"model: expected finite logits, got {check} after {row.emitted} new tokens")
+        if error is None and progress.broken[place]:
+            got = f"got NaN or infinity after {row.emitted} new tokens"
+            error = FloatingPointError(f"model: expected finite logits, {got}")
         before = row.emitted
-        tokens = left.output[place, before : int(left.count[place])].tolist()
-        finish = row.take(tokens, bool(left.finished[place]), error)
-        self.slots.texts[slot] = row.text if error is None else []
+        tokens = [] if error is not None else progress.tokens(place, progress.counts[place] - before)
+        finish = row.take(tokens, progress.finished[place], error)
+        if error is not None:
+            self.slots.texts[slot] = []
         self.counts.new_tokens += row.emitted - before
         if before and error is None:
             self.counts.accepted_histogram[row.ticket.accepted[-1]] += 1
@@ -341,16 +365,3 @@ class Scheduler:
         policy.resized(rows)
         group.policy = policy
         return policy
-
-
-def _on_host(view: DecodeState) -> DecodeState | _OnHost:
-    return view if view.root.device.type == "cpu" else _OnHost(view)
-
-
-class _OnHost:
-    """What a step has left, copied to the host."""
-
-    def __init__(self, view: Any) -> None:
-        self.count, self.finished, self.check, self.output = (
-            tensor.cpu() for tensor in (view.count, view.finished, view.check, view.output)
-        )

@@ -1,8 +1,9 @@
 """Slots: the rows of one decode state, some of which run while others wait for a prompt.
 
 Running rows are neighbours, so that a step runs over a view of the state and costs what they cost. When rows leave,
-others change places with them. A slot that nobody uses keeps the keys and values of its last text: a prompt that begins
-with the same tokens need not run them again. It knows neither requests nor trees.
+others change places with them. Keys and values never move: each slot has a place in the cache, and takes it along. A
+slot that nobody uses keeps the keys and values of its last text: a prompt that begins with the same tokens need not run
+them again. It knows neither requests nor trees.
 """
 
 from __future__ import annotations
@@ -31,12 +32,16 @@ class Slots:
         state: that state.
         temperatures: fp32 [B], the temperature of each row (see `decode.selection.rows`); changes places with it.
         texts: tokens of each row: those whose keys and values are cached, and the root.
+        places: of each slot, the sequence of the cache that has its keys and values.
     """
 
     def __init__(self, state: DecodeState, track: Callable[[DecodeState], None] = lambda state: None) -> None:
         self.state, self._track = state, track
         self.temperatures = torch.zeros(len(state.root), device=state.root.device)
         self.texts: list[list[int]] = [[] for _ in state.root]
+        self.places = list(range(len(state.root)))
+        # The same on the device, where captured steps read it.
+        self._places = torch.arange(len(state.root), dtype=torch.int32, device=state.root.device)
         self._used = [0] * len(state.root)  # when each slot was last given to a prompt
         self._uses = 0
         self._views: dict[tuple[int, int], DecodeState] = {}
@@ -56,22 +61,22 @@ class Slots:
                 if field.name not in ("cache", "step", "text", "captured")
             }
             counters = None if cache.counters is None else cache.counters[rows]
-            part = TreeCache(cache.kv[:, :, rows], cache.lengths[rows], cache.cos, cache.sin, counters)
+            part = TreeCache(cache.kv, cache.lengths[rows], cache.cos, cache.sin, counters, self._places[rows])
             view = self._views[first, last] = DecodeState(cache=part, step=state.step, **own)
             self._track(view)
+        view.cache.places = self.places[first:last]
         return view
 
     def swap(self, one: int, other: int) -> None:
-        """Let two rows change places, with all that belongs to them."""
+        """Let two rows change places, with all that belongs to them; nothing waits for the device."""
         if one == other:
             return
-        state, pair, turned = self.state, [one, other], [other, one]
-        kv, filled = state.cache.kv, int(state.cache.lengths[pair].max())
-        for layer in kv[..., :filled, :]:  # [2, B, Hkv, S, D], one by one so that the copies stay small
-            layer[:, pair] = layer[:, turned]
-        for tensor in (*state.per_row(), self.temperatures):
-            tensor[pair] = tensor[turned]
+        for tensor in (*self.state.per_row(), self.temperatures, self._places):
+            kept = tensor[one].clone()
+            tensor[one].copy_(tensor[other])
+            tensor[other].copy_(kept)
         self.texts[one], self.texts[other] = self.texts[other], self.texts[one]
+        self.places[one], self.places[other] = self.places[other], self.places[one]
         self._used[one], self._used[other] = self._used[other], self._used[one]
 
     def reusable(self, prompt: list[int], first: int) -> tuple[int, int]:
@@ -94,7 +99,8 @@ class Slots:
         oldest = min(range(first, len(self)), key=lambda slot: (self._used[slot], -slot))
         slot = source if reused and source >= first and 2 * reused >= len(self.texts[source]) else oldest
         if reused and slot != source:
-            self.state.cache.kv[:, :, slot, :, :reused] = self.state.cache.kv[:, :, source, :, :reused]
+            to, of = (self.state.cache.kv[:, :, self.places[own], :, :reused] for own in (slot, source))
+            to.copy_(of)
         self.texts[slot], self.state.cache.lengths[slot] = prompt[:reused], reused
         self.swap(slot, first)
         self._uses += 1

@@ -1,13 +1,12 @@
 """Progress: how the host follows a generation without making the device wait.
 
-On a GPU, what the host needs is copied to pinned memory after each step and read one step late: while the host reads
-step n, step n + 1 is already running. A row that has ended commits nothing, so an extra step changes nothing. On a CPU
-nothing is late.
+On a GPU, what the host needs is copied to pinned memory after each step, in one piece, and read one step late: while
+the host reads step n, step n + 1 is already running. A row that has ended commits nothing, so an extra step changes
+nothing. On a CPU nothing is late, and nothing is copied. Single generations and the server read by the same `Watch`.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -15,6 +14,12 @@ from dataclasses import dataclass
 import torch
 
 from medusa_decoding.decode.state import DecodeState
+
+STEPS_LATE = {"cuda": 1}
+"""How many steps late results are read, by the type of the device; 0 where it is not named."""
+
+_EXPONENT = 0x7F800000
+"""The bits of a float that are all set if it is infinite or NaN."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +30,8 @@ class Progress:
         counts: tokens emitted so far, per row.
         finished: whether each row has ended.
         broken: per row, whether the model's output is not finite.
-        output: int64 [B, ..] tokens on the host, `counts[b]` of row b; None unless requested.
-        seconds: since the previous record, or since the watch was made; None unless requested.
+        report: int32 [B, ..] on the host, what the step has reported (see `DecodeState`). Valid until the next read.
+        seconds: since the previous record, or since `Watch.start`; None unless requested.
         work: the part of them in which the device worked on it: on a CPU the processor time of this thread, without the
             time that other programs and threads had its core.
     """
@@ -34,9 +39,13 @@ class Progress:
     counts: list[int]
     finished: list[bool]
     broken: list[bool]
-    output: torch.Tensor | None
+    report: torch.Tensor
     seconds: float | None
     work: float | None
+
+    def tokens(self, row: int, count: int) -> list[int]:
+        """Return the tokens that the step, or the prefill, added to a row; `count` is how many they are."""
+        return self.report[row, 3 : 3 + count].tolist()
 
 
 Stamp = torch.cuda.Event | tuple[float, float]
@@ -46,63 +55,66 @@ class Watch:
     """Reads a generation's progress, one step late on a GPU.
 
     Args:
-        state: any state of the generation (for shapes and device).
-        tokens: whether the tokens themselves are needed (by a streamer or stopping criteria).
+        state: any state of the generation (for device and most rows).
         timed: whether durations are needed.
+
+    Attributes:
+        late: how many steps late results are read if nothing else asks for them.
+        pending: records that have not been read.
     """
 
-    def __init__(self, state: DecodeState, tokens: bool = False, timed: bool = False) -> None:
-        self.tokens, self.timed = tokens, timed
-        self.late = 1 if state.root.is_cuda else 0
+    def __init__(self, state: DecodeState, timed: bool = False) -> None:
+        self.timed = timed
+        self.late = STEPS_LATE.get(state.root.device.type, 0)
         self.pending = 0
         self._slots = [
-            tuple(torch.empty_like(tensor, device="cpu", pin_memory=True) for tensor in self._tensors(state))
-            for _ in range(2 * self.late)
+            torch.empty_like(state.report, device="cpu", pin_memory=state.root.is_cuda) for _ in range(2 * self.late)
         ]
-        self._records: deque[tuple[tuple[torch.Tensor, ...], Stamp]] = deque()
+        self._records: deque[tuple[torch.Tensor, Stamp, Stamp]] = deque()
         self._recorded = 0
+        self.start(state)
+
+    def start(self, state: DecodeState) -> None:
+        """Let the next record's seconds begin now, instead of at the record before."""
         self._before = self._stamp(state)
 
-    def _tensors(self, state: DecodeState) -> tuple[torch.Tensor, ...]:
-        seen = (state.count, state.finished, state.check)
-        return (*seen, state.output) if self.tokens else seen
-
     def _stamp(self, state: DecodeState) -> Stamp:
-        if not self.late:
+        if not state.root.is_cuda:
             return time.perf_counter(), time.thread_time()
         event = torch.cuda.Event(enable_timing=self.timed)
         event.record(torch.cuda.current_stream(state.root.device))
         return event
 
     def record(self, state: DecodeState) -> None:
-        """Have the current state copied after the work already launched."""
-        tensors = self._tensors(state)
+        """Have the last step's report copied after the work already launched."""
+        report = state.report
         if self.late:
-            slot = self._slots[self._recorded % len(self._slots)]
-            for host, device in zip(slot, tensors, strict=True):
-                host.copy_(device, non_blocking=True)
-            tensors = slot
-        self._records.append((tensors, self._stamp(state)))
+            slot = self._slots[self._recorded % len(self._slots)][: len(report)]
+            report = slot.copy_(report, non_blocking=True)
+        stamp = self._stamp(state)
+        self._records.append((report, self._before, stamp))
+        self._before = stamp
         self._recorded += 1
         self.pending += 1
 
     def read(self) -> Progress:
         """Wait for the oldest record and return it."""
-        tensors, stamp = self._records.popleft()
+        report, before, stamp = self._records.popleft()
         if isinstance(stamp, torch.cuda.Event):
             stamp.synchronize()
         self.pending -= 1
-        count, finished, check, *output = tensors
-        broken = [not math.isfinite(value) for value in check.tolist()]
-        seconds, work = self._since(stamp) if self.timed else (None, None)
-        return Progress(count.tolist(), finished.tolist(), broken, output[0] if output else None, seconds, work)
+        numbers = report[:, :3].tolist()
+        counts, finished = [count for count, _, _ in numbers], [bool(ended) for _, ended, _ in numbers]
+        broken = [bits & _EXPONENT == _EXPONENT for _, _, bits in numbers]
+        seconds, work = _between(before, stamp) if self.timed else (None, None)
+        return Progress(counts, finished, broken, report, seconds, work)
 
-    def _since(self, stamp: Stamp) -> tuple[float, float]:
-        before, self._before = self._before, stamp
-        if isinstance(stamp, torch.cuda.Event):
-            assert isinstance(before, torch.cuda.Event)
-            seconds = before.elapsed_time(stamp) / 1000
-            return seconds, seconds
-        assert not isinstance(before, torch.cuda.Event)
-        seconds, work = (now - earlier for now, earlier in zip(stamp, before, strict=True))
-        return seconds, work or seconds  # a coarse clock may not have moved
+
+def _between(before: Stamp, stamp: Stamp) -> tuple[float, float]:
+    if isinstance(stamp, torch.cuda.Event):
+        assert isinstance(before, torch.cuda.Event)
+        seconds = before.elapsed_time(stamp) / 1000
+        return seconds, seconds
+    assert not isinstance(before, torch.cuda.Event)
+    seconds, work = (now - earlier for now, earlier in zip(stamp, before, strict=True))
+    return seconds, work or seconds  # a coarse clock may not have moved

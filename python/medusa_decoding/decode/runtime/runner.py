@@ -98,7 +98,7 @@ class Runner:
             self.state.hold_text(self.prompts)
         if self._seeds is not None:
             self.state.seeds.copy_(self._seeds)
-        self._watch = Watch(self.state, tokens=self._observer is not None, timed=self._timed)
+        self._watch = Watch(self.state, timed=self._timed)
         return self.state, self.reused
 
     def make_room(self) -> DecodeState:

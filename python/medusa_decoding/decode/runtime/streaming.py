@@ -73,13 +73,12 @@ class StreamObserver:
 
     def __call__(self, progress: Progress) -> list[tuple[int, int]]:
         """Show what is new; return (row, new tokens to keep) of each row that a criterion has just ended."""
-        assert progress.output is not None
         cuts = []
         for row, count in enumerate(progress.counts):
             if self._ended[row]:
                 continue
             first, self._seen[row] = self._seen[row], count
-            new = progress.output[row, first:count].clone()
+            new = torch.tensor(progress.tokens(row, count - first), dtype=torch.int64)
             stop = self.agree(self._stop(row, first, new)) if self.criteria else -1
             if stop >= 0:
                 cuts.append((row, stop))
