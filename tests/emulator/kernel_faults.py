@@ -47,20 +47,16 @@ class Fault:
 
 
 ATTENTION = TRITON + "tree_attention_kernels.py"
-MERGED = "tests/kernels/test_tree_attention.py -k the_last_program_merges_to_the_same_bits"
+MERGED = "tests/kernels/test_tree_attention.py -k 'merges_to_the_same_bits and None and float16'"
 MATCHES = "tests/kernels/test_tree_attention.py -k 'caches_of_any_strides or no_edges'"
 LINEAR = TRITON + "decode_linear.py"
-LINEAR_TESTS = (
-    "tests/kernels/test_decode_linear.py -k 'fp64_for_all_rows or do_not_fill or parts_add_up or biases_are_added'"
-)
+LINEAR_TESTS = "tests/kernels/test_decode_linear.py -k '(do_not_fill or parts_add_up or biases_are_added) and float16 and not bfloat16'"
 SELECT_TESTS = "tests/kernels/test_tree_select.py -k 'matches_a_sort or by_hand or many_candidates'"
 ACCEPT_TESTS = "tests/kernels/test_tree_accept.py -k 'matches_a_walk or by_hand or ends_at_eos'"
 ROPE_TESTS = "tests/kernels/test_rope_append.py -k 'transformers or outside_the_cache or any_strides'"
-VERIFY_TESTS = (
-    "tests/kernels/test_tree_verify.py -k 'fp64_in_every_dtype or more_nodes or ties or outside_of_the_noise'"
-)
-HEADS_TESTS = "tests/kernels/test_heads_topk.py -k 'fp64_in_every_dtype or more_rows or strided or stands_alone'"
-NORM_TESTS = "tests/kernels/test_add_rms_norm.py -k 'all_rows_sizes or transformers or parts'"
+VERIFY_TESTS = "tests/kernels/test_tree_verify.py -k '(fp64_in_every_dtype or more_nodes) and float16 and not bfloat16 or outside_of_the_noise'"
+HEADS_TESTS = "tests/kernels/test_heads_topk.py -k '(fp64_in_every_dtype or more_rows) and float16 and not bfloat16'"
+NORM_TESTS = "tests/kernels/test_add_rms_norm.py -k '(all_rows_sizes or parts) and float16 and not bfloat16'"
 DRAW_TESTS = "tests/kernels/test_draw_tokens.py -k 'of_equal_logits or out_of_range or several_tiles'"
 NOISE_TESTS = "tests/kernels/test_gumbel_noise.py -k 'matches_fp64 or vocabularies or nothing_but'"
 STREAM_TESTS = "tests/emulator/test_generation.py -k 'overlapped_launches and bf16'"
@@ -96,7 +92,7 @@ FAULTS = [
     Fault("no wait for the launch before", LINEAR, "        tl.extra.cuda.gdc_wait()\n", "", STREAM_TESTS, 90),
     Fault(
         "compensation lost", TRITON + "streaming.py", "return total, (total - b_acc) - b_y", "return total, b_comp",
-        "tests/kernels/test_decode_linear.py -k 'fp64_for_all_rows or compensated'",
+        "tests/kernels/test_decode_linear.py -k 'do_not_fill and float32'",
     ),
     Fault("mask of the sum missing", TRITON + "add_rms_norm.py", "tl.store(total + i_m * size + o_h, b_x, mask=m_h)", "tl.store(total + i_m * size + o_h, b_x)", NORM_TESTS),
     Fault("stride between parts", TRITON + "add_rms_norm.py", "part * rows.to(tl.int64) * stride_delta_m", "part * stride_delta_m", NORM_TESTS),
