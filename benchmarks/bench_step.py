@@ -35,6 +35,7 @@ from medusa_decoding.decode.limits import Limits
 from medusa_decoding.decode.runtime.memory import Sizes
 from medusa_decoding.decode.runtime.steps import Backend
 from medusa_decoding.decode.selection.greedy import Greedy
+from medusa_decoding.decode.verify import TokenSelector
 from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.model import MedusaModel, default_tree
 from medusa_decoding.trees.tree import Tree
@@ -337,9 +338,11 @@ class Runner:
             return timed_steps(run, reset, self.device, self.seconds)
 
 
-def prepare_step(model: MedusaModel, tree: Tree, backend: Backend, prefix: int, batch: int) -> tuple[Call, Call]:
+def prepare_step(
+    model: MedusaModel, tree: Tree, backend: Backend, prefix: int, batch: int, selector: TokenSelector | None = None
+) -> tuple[Call, Call]:
     """Return a call that runs one step, and one that takes it back to a cache of `prefix` random rows."""
-    device, selector = model.backbone.device, Greedy()
+    device, selector = model.backbone.device, selector or Greedy()
     step = model._steps.get(tree, backend)
     rows = prefix + (REPLAYS + 4) * (tree.depth + 1) + tree.num_nodes
     state = model._steps.pool.acquire(Sizes([prefix] * batch, 1000), rows)

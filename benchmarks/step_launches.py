@@ -24,6 +24,7 @@ from benchmarks import bench_step
 from benchmarks.inspection import OPS
 from benchmarks.kernel_forms import TRITON_TYPES, Specialisation
 from medusa_decoding.backbone.fused_layers import obstacle
+from medusa_decoding.decode.verify import TokenSelector
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.trees.tree import Tree
 from medusa_kernels import _registry
@@ -55,6 +56,14 @@ NORMS = "norms"
 
 
 @dataclass(frozen=True)
+class Call:
+    """One call of an op: its arguments by name, tensors on the meta device."""
+
+    op: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class Launch:
     """One launch of a kernel.
 
@@ -66,6 +75,7 @@ class Launch:
         arguments: by name, constants included.
         options: keyword arguments that are not the kernel's: warps, stages and the compiler's options.
         weights: names of the model's and heads' parameters among the arguments, by argument.
+        call: what launched it, if that is known.
     """
 
     op: str
@@ -75,6 +85,7 @@ class Launch:
     arguments: Mapping[str, Any]
     options: Mapping[str, Any]
     weights: Mapping[str, str]
+    call: Call | None = None
 
     @property
     def programs(self) -> int:
@@ -177,9 +188,17 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def step_launches(
-    model: str, nodes: int, prefix: int, heads: str, device: Device, dtype: torch.dtype = torch.bfloat16
+    model: str,
+    nodes: int,
+    prefix: int,
+    heads: str,
+    device: Device,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    batch: int = 1,
+    selector: TokenSelector | None = None,
 ) -> list[Launch]:
-    """Return the launches of one step of `bench_step` at batch 1 on a device, in order.
+    """Return the launches of one step of `bench_step` on a device, in order.
 
     Args:
         model: key of `bench_step.MODELS`.
@@ -188,6 +207,8 @@ def step_launches(
         heads: key of `bench_step.HEADS`.
         device: the GPU to launch for.
         dtype: of weights and activations.
+        batch: sequences.
+        selector: how tokens are picked; None for greedy decoding.
 
     Raises:
         ValueError: an unknown model or kind of heads, nodes outside of 1 to 64, or layers that do not run fused.
@@ -204,7 +225,7 @@ def step_launches(
     if drafting is not None:
         parameters |= {_storage(parameter): f"heads.{name}" for name, parameter in drafting.named_parameters()}
     with torch.no_grad(), MedusaModel(base, drafting, tree, backend="eager") as medusa:
-        run, _ = bench_step.prepare_step(medusa, tree, "eager", prefix, 1)
+        run, _ = bench_step.prepare_step(medusa, tree, "eager", prefix, batch, selector)
         why_not = obstacle(medusa.backbone.decoder)
         if why_not is not None:
             raise ValueError(f"model: expected one whose layers run fused, got {model}: {why_not}")
@@ -236,7 +257,8 @@ def recorded(device: Device, parameters: Mapping[int, str]) -> Iterator[list[Lau
             for name, value in arguments.items()
             if isinstance(value, torch.Tensor) and _storage(value) in parameters
         }
-        found.append(Launch(mode.op, kernel.fn.__name__, kernel, tuple(grid), arguments, options, weights))
+        launch = Launch(mode.call.op, kernel.fn.__name__, kernel, tuple(grid), arguments, options, weights, mode.call)
+        found.append(launch)
 
     with contextlib.ExitStack() as stack:
         for name, module in list(sys.modules.items()):
@@ -254,19 +276,21 @@ def recorded(device: Device, parameters: Mapping[int, str]) -> Iterator[list[Lau
 
 
 class _Ops(TorchDispatchMode):
-    """Runs the host code of ops in place of what serves meta tensors, and remembers which op it is."""
+    """Runs the host code of ops in place of what serves meta tensors, and remembers the call."""
 
     def __init__(self, launches: list[Launch]) -> None:
         super().__init__()
-        self.launches, self.op = launches, ""
+        self.launches, self.call = launches, Call("", {})
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function.namespace != _registry.NAMESPACE:
             return function(*args, **(kwargs or {}))
-        self.op = function._schema.name.partition("::")[2]
-        if self.op == "kv_compact":
-            return self.launches.append(Launch(self.op, "compact_kernel", None, (), {}, {}, {}))
-        return _registry.served_by(self.op, META).function(*args, **(kwargs or {}))
+        names = (argument.name for argument in function._schema.arguments)
+        given = dict(zip(names, args, strict=False)) | (kwargs or {})
+        self.call = Call(function._schema.name.partition("::")[2], given)
+        if self.call.op == "kv_compact":
+            return self.launches.append(Launch("kv_compact", "compact_kernel", None, (), {}, {}, {}, self.call))
+        return _registry.served_by(self.call.op, META).function(**given)
 
 
 def specialisation(launch: Launch) -> Specialisation:

@@ -45,9 +45,9 @@ slow = pytest.mark.slow
 @pytest.fixture(autouse=True)
 def nothing_found(machine):
     """No test of this file may leave a finding."""
-    before = dict(machine.findings)
+    before = len(machine.findings)
     yield
-    assert dict(machine.findings) == before
+    assert list(machine.findings)[before:] == []
 
 
 def model_of(family, dtype, heads):
