@@ -126,7 +126,9 @@ def _copy(target: Path) -> None:
 def _failures(folder: Path, tests: str, options: str, **variables: str) -> list[str]:
     """Run tests in a copy; return the errors of those that failed, and complain if none ran."""
     paths = [folder, folder / "python", folder / "tests"]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, paths)), "OMP_NUM_THREADS": "1", **variables}
+    # pytest leaves errors out of its summary where the terminal is narrow.
+    wide = {"COLUMNS": "500", "OMP_NUM_THREADS": "1"}
+    environment = os.environ | wide | {"PYTHONPATH": os.pathsep.join(map(str, paths)), **variables}
     words = [word.strip("'") for word in re.findall(r"'[^']*'|\S+", tests)]
     command = [sys.executable, "-m", "pytest", "-q", "-rf", "--maxfail=1", "--tb=line", "-p", "no:cacheprovider"]
     done = subprocess.run(
@@ -170,7 +172,7 @@ def _wrong(failures: list[str]) -> bool:
 
 def _stopped(failures: list[str]) -> str:
     """Return the kind of the emulator's first finding."""
-    kinds = (re.search(r"EmulationError: ([A-Z]{4,}[^:(]*)", line) for line in failures)
+    kinds = (re.search(r"EmulationError: ([A-Z]{3,}[^:(]*)", line) for line in failures)
     return next((kind[1].strip() for kind in kinds if kind), "")
 
 

@@ -391,11 +391,12 @@ def test_overlapping_launches_race_unless_they_wait(fresh: Emulator) -> None:
     write, read = "st.global.b32 [%d3], %r1;", "ld.global.b32 %r2, [%d3];"
     for wait, expected in (("griddepcontrol.wait;", False), ("", True)):
         fresh.findings.clear()
-        given: list[Any] = [torch.zeros(64, dtype=torch.int32)]
-        with fresh.stream():
-            for name, body in (("first", write), ("second", read)):
-                source = text(name, wait, body)
-                fresh.launch(fresh.load((source,), source, name), (1,), 64, 0, given, programmatic=True)
+        for _ in range(8):  # schedules
+            given: list[Any] = [torch.zeros(64, dtype=torch.int32)]
+            with fresh.stream():
+                for name, body in (("first", write), ("second", read)):
+                    source = text(name, wait, body)
+                    fresh.launch(fresh.load((source,), source, name), (1,), 64, 0, given, programmatic=True)
         assert any("between launches" in finding.kind for finding in fresh.findings) == expected, fresh.summary()
 
 
