@@ -25,6 +25,11 @@ from medusa_decoding.serving.http.settings import Settings
 MESSAGES = [{"role": "user", "content": "Write a class Job with name: str that is sorted by name."}]
 
 
+def answer_interrupts():
+    """Shells start background jobs, such as these tests may be, with SIGINT ignored, and children inherit that."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 @pytest.fixture
 def started():
     """Start the command on a free port; return the process and its ready line."""
@@ -33,8 +38,9 @@ def started():
     def start(*arguments, **environment):
         command = [sys.executable, "-m", "medusa_decoding", "serve", "--port", "0", "--device", "cpu", *arguments]
         process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
-        )
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment},
+            preexec_fn=answer_interrupts,
+        )  # fmt: skip
         processes.append(process)
         assert process.stdout is not None
         return process, process.stdout.readline()
