@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <deque>
+#include <numeric>
 #include <random>
 #include <string>
 #include <thread>
@@ -503,6 +504,10 @@ void accept() {
   call.root = root_in.data(), call.state_hidden = state_in.data(), call.output = output_in.data();
   call.count = count_in.data(), call.finished = finished_in.data(), call.log = log_in.data();
   call.path = path_in.data(), call.accept_lens = accept_in.data(), call.old_lengths = old_in.data();
+  const Ints checks = several(int32_t{}, batch, -99, 99);
+  call.report_columns = 3 + places + any(0, 2);
+  const Integers<int32_t> check_in(checks), report_in{Ints(batch * call.report_columns)};
+  call.check = check_in.data(), call.report = report_in.data();
   expect_done(medusa_tree_accept_cpu(&call));
 
   for (int64_t b = 0; b < batch && !failed; ++b) {
@@ -535,6 +540,13 @@ void accept() {
     check("finished", b, call.finished[b], now_finished, 0);
     check("log", b, call.log[b * call.log_columns + step[0]], found, 0);
     check("accept_lens", b, call.accept_lens[b], accepted, 0);
+    const int32_t* report = call.report + b * call.report_columns;
+    check("count in the report", b, report[0], count[b] + found, 0);
+    check("finished in the report", b, report[1], now_finished, 0);
+    check("check in the report", b, report[2], checks[b], 0);
+    for (int64_t i = 0; i < places; ++i) {
+      check("tokens in the report", b, report[3 + i], static_cast<double>(next[b * nodes + path_of(last)[i]]), 0);
+    }
     check("old_lengths", b, call.old_lengths[b], lengths[b], 0);
     check("lengths", b, call.lengths[b], lengths[b] + accepted + 1, 0);
     check("root", b, static_cast<double>(call.root[b]), static_cast<double>(next[b * nodes + last]), 0);
@@ -613,7 +625,11 @@ void layers() {
   std::vector<int32_t> lens;
   for (int64_t b = 0; b < batch; ++b) lens.push_back(static_cast<int32_t>(any(0, 40)));
   const int64_t longest = *std::max_element(lens.begin(), lens.end());
-  call.rows = longest + nodes + any(0, 5), call.slots = batch + any(0, 2);
+  call.rows = longest + nodes + any(0, 5), call.stored = call.sequences = batch + any(0, 2);
+  const bool has_slots = maybe();
+  std::vector<int32_t> slots(call.stored);  // the sequences of the batch rows, then the others
+  std::iota(slots.begin(), slots.end(), 0);
+  if (has_slots) std::shuffle(slots.begin(), slots.end(), generator);
 
   // A random tree for each row, or one for all.
   std::vector<int32_t> depths;
@@ -640,33 +656,38 @@ void layers() {
   Array hidden(call.type, batch * nodes, call.width), out(call.type, batch * nodes, call.width);
   Array final_norm(call.type, 1, call.width);
   hidden.fill(normal), final_norm.fill([] { return 1 + normal() / 4; });
-  const int64_t caches = call.count * 2 * call.slots * call.kv_heads;
+  const int64_t caches = call.count * 2 * call.stored * call.kv_heads;
   Array kv(call.type, caches * call.rows, dim);
   for (int64_t cache = 0; cache < caches; ++cache) {
-    const int64_t slot = cache / call.kv_heads % call.slots;
-    const int32_t len = slot < batch ? lens[slot] : 0;  // the others stay NaN
+    const auto sequence = static_cast<int32_t>(cache / call.kv_heads % call.stored);
+    const int64_t b = std::find(slots.begin(), slots.end(), sequence) - slots.begin();
+    const int32_t len = b < batch ? lens[b] : 0;  // the others stay NaN
     for (int64_t row = 0; row < len; ++row) {
       for (int64_t i = 0; i < dim; ++i) kv.set(cache * call.rows + row, i, normal());
     }
   }
   const std::vector<double> before = kv.read();
   Integers<int32_t> lens_given(lens), depths_given(depths);
+  Integers<int32_t> slots_given(std::vector<int32_t>(slots.begin(), slots.begin() + batch));
   Integers<int64_t> ancestors_given(ancestors);
   call.hidden = hidden.data(), call.out = out.data(), call.kv = kv.data(), call.cos = cos.data(), call.sin = sin.data();
   call.table_rows = positions, call.table_stride = tables_per_row ? positions * dim : 0;
   call.cache_lens = lens_given.data(), call.depths = depths_given.data(), call.ancestors = ancestors_given.data();
   call.depths_stride = per_row ? nodes : 0, call.ancestors_stride = per_row ? nodes * words : 0;
+  call.slots = has_slots ? slots_given.data() : nullptr;
   call.final_norm = final_norm.data(), call.weights = pointers.data();
   call.windows = windows.data();
   medusa::Layers outside = call;  // no room for the last node of the longest row
   outside.rows = longest + nodes - 1;
   if (medusa_decoder_layers_cpu(&outside) != medusa::kOutside) fail("did not refuse a row outside of the cache");
+  outside = call, outside.sequences = *std::max_element(slots.begin(), slots.begin() + batch);
+  if (has_slots && medusa_decoder_layers_cpu(&outside) != medusa::kOutside) fail("did not refuse a slot outside");
   expect_done(medusa_decoder_layers_cpu(&call));
 
   const double allowed = call.type == kFloat32 ? 1e-4 : 0.15;
   const std::vector<double> after = kv.read(), found = out.read();
   const auto cache_row = [&](int64_t layer, int64_t which, int64_t b, int64_t head, int64_t row) {
-    return ((((layer * 2 + which) * call.slots + b) * call.kv_heads + head) * call.rows + row) * dim;
+    return ((((layer * 2 + which) * call.stored + slots[b]) * call.kv_heads + head) * call.rows + row) * dim;
   };
   std::vector<std::vector<double>> state;  // of each node of each batch row
   for (int64_t i = 0; i < batch * nodes; ++i) {
