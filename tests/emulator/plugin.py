@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from emulator.machine import Emulator, Settings
-from emulator.project import DEVICES, install
+from emulator.project import TARGETS, install
 
 _emulators: list[Emulator] = []
 _of_workers: list[str] = []
@@ -18,7 +18,7 @@ _of_workers: list[str] = []
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("emulator", "compiled kernels without a GPU")
-    group.addoption("--sm", type=int, default=80, choices=sorted(DEVICES), help="target to compile for (default: 80)")
+    group.addoption("--sm", type=int, default=80, choices=TARGETS, help="target to compile for (default: 80)")
     group.addoption("--races", action="store_true", help="look for races; blocks and warps take turns at random")
     group.addoption("--seed", type=int, default=0, help="of the order of blocks, warps and copies (default: 0)")
 

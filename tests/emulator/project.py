@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import importlib
 import pkgutil
@@ -16,13 +17,8 @@ import torch
 from emulator import native, triton_launches
 from emulator.machine import Emulator, Settings
 
-DEVICES = {
-    80: ("A100", 108, 163, 164),
-    86: ("A6000", 84, 99, 100),
-    89: ("L40", 142, 99, 100),
-    90: ("H100", 132, 227, 228),
-}
-"""Per target: a GPU of it, its multiprocessors, KiB of shared memory per block and per multiprocessor."""
+TARGETS = (80, 86, 89, 90)
+"""What the emulator knows the instructions of; see `benchmarks.inspection.TARGETS` for the GPUs."""
 
 
 def install(settings: Settings | None = None) -> Emulator:
@@ -42,15 +38,16 @@ def _serve_triton_ops(emulator: Emulator) -> None:
     """Tell the host code which device it has, and all choosers of implementations that Triton serves CPU tensors."""
     import medusa_kernels._triton as kernels
     from medusa_kernels import _registry
-    from medusa_kernels._triton import launch, programmatic
+    from medusa_kernels._triton import programmatic
 
     for module in pkgutil.iter_modules(kernels.__path__):
         importlib.import_module(f"{kernels.__name__}.{module.name}")
-    settings = emulator.settings
-    _, multiprocessors, block, whole = DEVICES[settings.sm]
-    device = launch.Device(
-        (settings.sm // 10, settings.sm % 10), settings.multiprocessors or multiprocessors, block * 1024, whole * 1024
-    )
+    sys.path.append(str(native.HERE.parents[1]))  # benchmarks/ is not installed
+    from benchmarks import inspection
+
+    device = inspection.TARGETS[str(emulator.settings.sm)]
+    if emulator.settings.multiprocessors:
+        device = dataclasses.replace(device, multiprocessors=emulator.settings.multiprocessors)
 
     def is_programmatic(_device: torch.device) -> bool:
         return programmatic.PROGRAMMATIC_LAUNCH and programmatic.has_programmatic(device)

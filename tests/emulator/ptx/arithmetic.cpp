@@ -10,7 +10,6 @@ template <class T>
 using Wide = std::conditional_t<sizeof(T) == 2, std::conditional_t<std::is_signed_v<T>, s32, u32>,
              std::conditional_t<sizeof(T) == 4, std::conditional_t<std::is_signed_v<T>, s64, u64>,
                                 std::conditional_t<std::is_signed_v<T>, __int128, unsigned __int128>>>;
-constexpr bool kLogical[] = {false, true};
 
 // What setp tests, of numbers that can all be compared.
 template <class T, class Read>

@@ -37,16 +37,24 @@ u8* global_at(Context& c, const Instruction& i, u32 lane, u64 address, u32 size)
 
 namespace {
 
+// Checks an access, notes it for the race detector, and returns the host's address.
+u8* reach(Context& c, const Instruction& i, u32 lane, u32 size, Use use, const void* value = nullptr) {
+  const u64 address = c.get(i.a[0], lane) + static_cast<u64>(i.offset);
+  u8* at;
+  if (i.space == Space::Shared) {
+    at = shared_at(c, i, lane, address, size);
+    note_shared(c, i, lane, static_cast<u32>(address), size, use, value);
+  } else {
+    at = global_at(c, i, lane, address, size);
+    note_global(c, i, lane, address, size, use, value);
+  }
+  return at;
+}
+
 // ---- loads and stores: a is the address, d or b the data ----
-template <Space kSpace>
 void load(Context& c, const Instruction& i, u32 mask) {
-  const u32 total = i.size * i.count;
-  const Use use = i.strong ? Use::StrongRead : Use::Read;
   for_lanes(mask, [&](u32 lane) {
-    const u64 address = c.get(i.a[0], lane) + static_cast<u64>(i.offset);
-    const u8* from = kSpace == Space::Shared ? shared_at(c, i, lane, address, total) : global_at(c, i, lane, address, total);
-    if (kSpace == Space::Shared) note_shared(c, i, lane, static_cast<u32>(address), total, use);
-    else note_global(c, i, lane, address, total, use);
+    const u8* from = reach(c, i, lane, i.size * i.count, i.strong ? Use::StrongRead : Use::Read);
     for (u32 n = 0; n < i.count; ++n) {
       u64 x = 0;
       std::memcpy(&x, from + n * i.size, i.size);
@@ -55,21 +63,15 @@ void load(Context& c, const Instruction& i, u32 mask) {
   });
 }
 
-template <Space kSpace>
 void store(Context& c, const Instruction& i, u32 mask) {
   const u32 total = i.size * i.count;
-  const Use use = i.strong ? Use::StrongWrite : Use::Write;
   for_lanes(mask, [&](u32 lane) {
-    const u64 address = c.get(i.a[0], lane) + static_cast<u64>(i.offset);
-    u8* to = kSpace == Space::Shared ? shared_at(c, i, lane, address, total) : global_at(c, i, lane, address, total);
     u8 value[32];
     for (u32 n = 0; n < i.count; ++n) {
       const u64 x = c.get(i.b[n], lane);
       std::memcpy(value + n * i.size, &x, i.size);
     }
-    if (kSpace == Space::Shared) note_shared(c, i, lane, static_cast<u32>(address), total, use, value);
-    else note_global(c, i, lane, address, total, use, value);
-    std::memcpy(to, value, total);
+    std::memcpy(reach(c, i, lane, total, i.strong ? Use::StrongWrite : Use::Write, value), value, total);
   });
 }
 
@@ -107,11 +109,11 @@ void build_load_or_store(Build& o) {
     else i.a = o.registers(1, 4);
   } else if (o.has("shared") || o.has("shared::cta")) {
     i.a = o.address(address, Space::Shared);
-    i.run = stores ? &store<Space::Shared> : &load<Space::Shared>;
+    i.run = stores ? &store : &load;
     o.kernel.shared_unit = std::min(o.kernel.shared_unit, i.size);
   } else if (o.has("global")) {
     i.a = o.address(address, Space::Global);
-    i.run = stores ? &store<Space::Global> : &load<Space::Global>;
+    i.run = stores ? &store : &load;
     o.kernel.global_unit = std::min(o.kernel.global_unit, i.size);
   } else {
     o.refuse("this state space");
@@ -154,16 +156,8 @@ T as(u64 x) {
 template <class T>
 void atomic(Context& c, const Instruction& i, u32 mask) {
   for_lanes(mask, [&](u32 lane) {
-    const u64 address = c.get(i.a[0], lane) + static_cast<u64>(i.offset);
-    u8* at;
-    if (i.space == Space::Shared) {
-      at = shared_at(c, i, lane, address, sizeof(T));
-      note_shared(c, i, lane, static_cast<u32>(address), sizeof(T), Use::Atomic);
-    } else {
-      at = global_at(c, i, lane, address, sizeof(T));
-      note_global(c, i, lane, address, sizeof(T), Use::Atomic);
-      note_atomic(c, i, lane, address);
-    }
+    u8* at = reach(c, i, lane, sizeof(T), Use::Atomic);
+    if (i.space == Space::Global) note_atomic(c, i, lane, reinterpret_cast<u64>(at));
     T old;
     std::memcpy(&old, at, sizeof(T));
     const T now = combined(i.mode, old, as<T>(c.get(i.b[0], lane)), i.c.empty() ? T() : as<T>(c.get(i.c[0], lane)));

@@ -27,7 +27,7 @@ std::string trimmed(const std::string& text) {
   return first == std::string::npos ? "" : text.substr(first, last - first + 1);
 }
 
-// Words without comments, with single spaces.
+// Words between white space.
 std::vector<std::string> words_of(const std::string& text) {
   std::vector<std::string> words(1);
   for (char x : text) {
