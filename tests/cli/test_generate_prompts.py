@@ -16,6 +16,7 @@ from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.chat.streaming import AnswerText
 from medusa_decoding.cli import _batch, main
 from medusa_decoding.demo import CHECKPOINT
+from medusa_decoding.serving import answers
 from medusa_decoding.serving.ticket import Delta, Ticket
 from medusa_decoding.training.data.records import interpret
 
@@ -293,15 +294,15 @@ def test_prompts_need_an_output(capsys, prompts):
 
 
 def test_a_generation_that_fails_names_its_prompt_and_keeps_the_rest(run, prompts, tmp_path, monkeypatch):
-    taken = _batch.Job.take
+    taken = answers.Answer.take
 
     def failing(job, delta):
-        if job.index == 3 and delta.finish is not None:
-            delta = _batch.Delta([], "error", error=FloatingPointError("model: expected finite logits, got nan"))
+        if job.asked == 3 and delta.finish is not None:
+            delta = Delta([], "error", error=FloatingPointError("model: expected finite logits, got nan"))
         return taken(job, delta)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_batch.Job, "take", failing)
+        patch.setattr(answers.Answer, "take", failing)
         line = run("--slots", 1, code=2)
     assert line == f"medusa: {prompts}:4: model: expected finite logits, got nan"
     assert len(lines_of(tmp_path / "out.jsonl")) == 3
@@ -311,7 +312,7 @@ def test_a_generation_that_fails_names_its_prompt_and_keeps_the_rest(run, prompt
 def test_steps_after_a_stop_string_do_not_count():
     """The engine may be steps ahead of the thread that looks for stop strings."""
     ticket = Ticket([1], lambda delta: None, accepted=[2, 1, 3, 3])
-    job = _batch.Job(0, None, [1], AnswerText(Letters(), "c"), ticket=ticket)
+    job = answers.Answer(0, "a:1", AnswerText(Letters(), "c"), ticket=ticket)
     for tokens in ([0], [0, 1, 0], [1, 2], [0, 0, 0, 0]):
         ended = job.take(Delta(tokens))
         assert ended == (tokens == [1, 2])

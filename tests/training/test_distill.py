@@ -267,9 +267,9 @@ def test_a_stopped_run_resumes_to_the_same_bytes(generate, chatml, turns):
         generate(model, chatml, records(), DRAWN, "stopped", turns=turns, progress=stop)
     path = generate.path.with_name("stopped.jsonl")
     written = path.read_bytes()
-    assert whole.startswith(written)
+    assert set(written.splitlines()) < set(whole.splitlines())
     assert 3 < written.count(b"\n") < whole.count(b"\n")
-    # Also in the middle of a batch: its other records are written after the existing ones.
+    # Answers end in another order than that of the seeds, in which a finished file is.
     kept = b"".join(written.splitlines(keepends=True)[:-1])
     for unfinished_line in (b"", written[len(kept) : -9], b"\0" * 50):
         path.write_bytes(kept + unfinished_line)
@@ -286,7 +286,7 @@ def test_a_finished_run_generates_nothing_more_and_says_so(generate, chatml, mon
     assert finished(path, {"limit": 7})["tokens"] == report.tokens
     assert finished(path, {"limit": 8}) is None
     before = path.read_bytes()
-    monkeypatch.setattr(distill, "_answers", lambda *args: pytest.fail("generates"))
+    monkeypatch.setattr(distill, "Answers", lambda *args, **settings: pytest.fail("generates"))
     generate(model, chatml, records(), resume=True)
     assert path.read_bytes() == before
     assert (generate.report.records, generate.report.tokens, generate.report.new_tokens) == (7, report.tokens, 0)

@@ -10,7 +10,6 @@ import argparse
 import hashlib
 import itertools
 import json
-import queue
 import sys
 import time
 from collections.abc import Iterator
@@ -28,61 +27,9 @@ from medusa_decoding.model import MedusaModel
 from medusa_decoding.options import SLOTS
 from medusa_decoding.progress import Progress
 from medusa_decoding.provenance import fingerprint
-from medusa_decoding.serving.engine import Engine
+from medusa_decoding.serving.answers import Answer, Answers
 from medusa_decoding.serving.rows import own_stop_strings
-from medusa_decoding.serving.ticket import Delta, Ticket
 from medusa_decoding.training.data.resumable import ResumableFile, check_new
-
-
-@dataclass(eq=False)
-class Job:
-    """One prompt and its answer so far.
-
-    Attributes:
-        index: its place in the input.
-        prompt: as it was read.
-        ids: its tokens.
-        text: finds stop strings in the answer.
-        tokens: of the answer.
-        ticket: of its generation, once it was submitted.
-        steps: that have added tokens to the answer.
-        finish: why the answer has ended.
-    """
-
-    index: int
-    prompt: Prompt
-    ids: list[int]
-    text: AnswerText
-    tokens: list[int] = field(default_factory=list)
-    ticket: Ticket | None = None
-    steps: int = 0
-    finish: str | None = None
-
-    def take(self, delta: Delta) -> bool:
-        """Add a step's tokens, up to the one that completes a stop string; return whether this has ended the answer."""
-        if self.finish is not None:  # a stop string did; the engine had begun another step
-            return False
-        if delta.error is not None:
-            raise ValueError(f"{self.prompt.where}: {delta.error}") from delta.error
-        self.steps += bool(self.tokens and delta.tokens)  # the first token is the prefill's
-        for token in delta.tokens:
-            self.tokens.append(token)
-            self.text.add(token)
-            if self.text.stopped:
-                self.finish = "stop"
-                if delta.finish is None and self.ticket is not None:
-                    self.ticket.cancel()
-                return True
-        self.finish = delta.finish
-        return self.finish is not None
-
-    @property
-    def accepted(self) -> list[int]:
-        """Accepted draft tokens of each step; the engine may be steps ahead of a stop string."""
-        return [] if self.ticket is None else self.ticket.accepted[: self.steps]
-
-
-Delivered = queue.SimpleQueue[tuple[Job, Delta]]
 
 
 @dataclass
@@ -103,13 +50,13 @@ class Totals:
     finished: dict[str, int] = field(default_factory=dict)
     began: float = field(default_factory=time.perf_counter)
 
-    def add(self, job: Job) -> None:
+    def add(self, answer: Answer) -> None:
         """Count an answer that has ended."""
-        accepted = job.accepted
-        self.new_tokens += len(job.tokens)
+        accepted = answer.accepted
+        self.new_tokens += len(answer.tokens)
         self.steps += len(accepted)
         self.stepped += sum(accepted) + len(accepted)
-        self.finished[str(job.finish)] = self.finished.get(str(job.finish), 0) + 1
+        self.finished[str(answer.finish)] = self.finished.get(str(answer.finish), 0) + 1
 
     def figures(self) -> dict[str, Any]:
         """Return the figures so far for JSON."""
@@ -179,52 +126,37 @@ class Batch:
             "decoding": {name: value for name, value in decoding.items() if name != "transformers_version"},
         }
 
-    def answers(self, done: set[int]) -> Iterator[Job]:
-        """Yield a job for each prompt whose index is not in `done`, when its answer ends."""
+    def answers(self, done: set[int]) -> Iterator[Answer]:
+        """Yield the answer to each prompt whose index, its `asked`, is not in `done`, when it ends."""
         stops = self.encoder.stop_strings(self.args.stop or own_stop_strings(self.model))
-        jobs = [
-            Job(index, prompt, ids, AnswerText(self.encoder.tokenizer, stops))
-            for index, (prompt, ids) in enumerate(zip(self.prompts, self.ids, strict=True))
-            if index not in done
-        ]
-        if not jobs:
+        left = [index for index in range(len(self.prompts)) if index not in done]
+        if not left:
             return
-        slots, waiting, running = min(self.args.slots or SLOTS, len(jobs)), iter(jobs), 0
-        delivered: Delivered = queue.SimpleQueue()
-        # As many wait as run. A row leaves its slot a moment after its last delta: the queue has room for that.
-        with Engine(self.model, slots=slots, context=self.context, queue=2 * slots) as engine:
+        slots, new = min(self.args.slots or SLOTS, len(left)), self.args.max_new_tokens
+        waiting = iter(left)
+        common = {"ends": self._ends, "max_new_tokens": new, **self.settings}
+        with Answers(self.model, slots, self.context, **common) as answers:
             while True:
-                for job in itertools.islice(waiting, 2 * slots - running):
-                    self._submit(engine, job, delivered)
-                    running += 1
-                if not running:
+                for index in itertools.islice(waiting, answers.room):
+                    seed = {} if self._seed is None else {"seed": self._seed + index}
+                    text = AnswerText(self.encoder.tokenizer, stops)
+                    answers.ask(Answer(index, self.prompts[index].where, text), self.ids[index], **seed)
+                answer = answers.next()
+                if answer is None:
                     return
-                job, delta = delivered.get()
-                running -= delta.finish is not None
-                if job.take(delta):
-                    yield job
+                yield answer
 
-    def _submit(self, engine: Engine, job: Job, delivered: Delivered) -> None:
-        seed = {} if self._seed is None else {"seed": self._seed + job.index}
-        try:
-            (job.ticket,) = engine.submit(
-                job.ids, lambda _, delta: delivered.put((job, delta)), ends=self._ends,
-                max_new_tokens=self.args.max_new_tokens, **seed, **self.settings,
-            )  # fmt: skip
-        except ValueError as error:
-            raise ValueError(f"{job.prompt.where}: {error}") from error
-
-    def line(self, job: Job) -> dict[str, Any]:
+    def line(self, answer: Answer) -> dict[str, Any]:
         """Return the line of an answer that has ended."""
         return {
-            "index": job.index,
-            "prompt": job.prompt.turns[0],
-            "response": self.encoder.answer(job.tokens),
-            "finish": job.finish,
-            "prompt_tokens": len(job.ids),
-            "new_tokens": len(job.tokens),
-            "steps": len(job.accepted),
-            "source": job.prompt.where,
+            "index": answer.asked,
+            "prompt": self.prompts[answer.asked].turns[0],
+            "response": self.encoder.answer(answer.tokens),
+            "finish": answer.finish,
+            "prompt_tokens": len(self.ids[answer.asked]),
+            "new_tokens": len(answer.tokens),
+            "steps": len(answer.accepted),
+            "source": answer.where,
         }
 
 
@@ -275,9 +207,9 @@ def _write(batch: Batch, file: ResumableFile, done: set[int]) -> dict[str, Any]:
     """Write each answer when it ends; return the figures."""
     totals, total = Totals(), len(batch.prompts)
     with Progress(total, "prompt", initial=len(done)) as bar:
-        for job in batch.answers(done):
-            file.write([batch.line(job)])
-            totals.add(job)
+        for answer in batch.answers(done):
+            file.write([batch.line(answer)])
+            totals.add(answer)
             figures = totals.figures()
             per_step = "" if figures["tokens_per_step"] is None else f", {figures['tokens_per_step']:.2f} per step"
             bar.set_postfix_str(f"{figures['tokens_per_second']:.0f} tokens/s{per_step}", refresh=False)

@@ -367,13 +367,15 @@ def _asked(encoder: ChatEncoder, sample: list[tuple[Record, Record | None]]) -> 
 
 
 def _lengths(values: _Values, encoder: ChatEncoder, found: _Data) -> tuple[list[int], float]:
-    """Choose the length of a row; return the sampled lengths in order, and which share of their tokens is learnt."""
+    """Choose the length of a row; return the sampled lengths in order, and which share of their tokens is learnt.
+
+    A row holds the longest answers that a model may write; they are taken to be half as long on average.
+    """
     limit = int(getattr(values.settings, "max_position_embeddings", 4096) or 4096)
-    most = min(4096 if values.gpu else 512, limit)
-    new_tokens = min(512 if values.gpu else 128, limit // 2)
+    most = min(4096 if values.gpu else 1024, limit)
+    new_tokens = min(512, limit // 2)
     if values.distills:
-        answers = ((asked, turns * new_tokens) for asked, turns in _asked(encoder, found.sample))
-        sizes = [(asked + new, new) for asked, new in answers]
+        sizes = [(asked + turns * new_tokens, turns * new_tokens) for asked, turns in _asked(encoder, found.sample)]
     else:
         sizes = list(_encoded(encoder, found.sample))
     if not sizes:
@@ -385,10 +387,12 @@ def _lengths(values: _Values, encoder: ChatEncoder, found: _Data) -> tuple[list[
     why = "holds 95 % of the records" if wanted <= length else f"as long as fits this device; {cut:.0%} are longer"
     values.add("data.length", length, why)
     if values.distills:
-        values.add("generation.max_new_tokens", new_tokens, "most tokens per answer")
-        values.add("generation.batch_size", 16, "answers written at once")
+        values.add("generation.max_new_tokens", new_tokens, "most tokens per answer; few answers should be cut")
+        values.add("generation.batch_size", 32, "answers written at once")
         if found.kinds["text"]:
             values.add("generation.prompt_tokens", max(16, min(TEXT_PROMPT, length - new_tokens)))
+        sizes = [(size - new // 2, new // 2) for size, new in sizes]  # most answers end earlier
+        lengths = sorted(size for size, _ in sizes)
     return lengths, sum(new for _, new in sizes) / sum(size for size, _ in sizes)
 
 

@@ -1,9 +1,10 @@
 """Have a model write its own training data from seed prompts (Medusa paper, section 2.3.2).
 
-The random numbers of an answer depend only on the setting `seed`, the seed's number and the turn. So neither the batch
-nor an interruption changes a record: a continued run repeats the batch that was under way, and the file is the same to
-the byte. (Rounding depends on the other rows of a batch and, with heads, on the tree of each step. In 16 bits it can
-decide a token.)
+Answers run in the engine of `medusa serve` (`serving.answers`): a seed's next prompt, or the next seed, starts as soon
+as an answer ends. The random numbers of an answer depend only on the setting `seed`, the seed's number and the turn. So
+neither the batch nor an interruption changes a record, and a finished file, which is in the order of the seeds, is the
+same to the byte. (Rounding depends on the other rows of a batch and, with heads, on the tree of each step. In 16 bits
+it can decide a token.)
 """
 
 from __future__ import annotations
@@ -13,21 +14,19 @@ import hashlib
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from medusa_decoding.checks import token_list
 from medusa_decoding.files import only_writer
 from medusa_decoding.generation import settings as decoding
-from medusa_decoding.generation.inputs import split_prompts
-from medusa_decoding.generation.request import Request
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.provenance import fingerprint
+from medusa_decoding.serving.answers import Answer, Answers
 from medusa_decoding.training.config import GenerationConfig
 from medusa_decoding.training.data.encoding import ChatEncoder
 from medusa_decoding.training.data.records import EXAMPLES, Record
@@ -36,8 +35,8 @@ from medusa_decoding.training.distill.record_file import RecordFile
 from medusa_decoding.training.distill.seeds import Seed
 from medusa_decoding.trees.tree import Tree
 
-WINDOW = 32
-"""How many batches of seeds are sorted at a time, so that a batch has prompts of similar length."""
+LIMITS = ("top_p", "top_k", "min_p")
+"""Settings that leave tokens out of sampling."""
 
 
 @dataclass
@@ -133,13 +132,13 @@ def generate_records(
     """Have a model answer the user turns of seeds, and write one record per answered seed.
 
     Tokens are drawn from the model's distribution at the temperature, top_p, top_k and min_p of the settings. Those
-    that are None, and all other settings, are the model's own generation config's. An answer ends with one of that
-    config's end tokens or the template's.
+    that are None, and all other settings except stop strings, are the model's own generation config's. An answer ends
+    with one of that config's end tokens or the template's.
 
     Seeds are conversations, whose answers are dropped, and texts, whose first tokens are continued. With `turns="each"`
     there is one record per answer, with prompts that are rendered anew. A record has at most `length` tokens (None: the
     model's context). `asked` is kept with the report, for `record_file.finished`; `progress` is called with the report
-    so far after each batch of answers. See `ChatEncoder` for the template and its arguments.
+    so far after each answer. See `ChatEncoder` for the template and its arguments.
 
     Returns:
         The final report, which is also written next to the file.
@@ -147,9 +146,9 @@ def generate_records(
     Raises:
         ValueError: no template, limits of sampling for greedy answers, or seeds of several turns with a template that
             does not keep earlier answers; existing records of other settings, another model, other heads or other
-            seeds; a file that another process writes.
+            seeds; a file that another process writes; a model that the engine does not serve; a failed answer.
         OSError: the file could not be written.
-        FloatingPointError, MemoryError: as `MedusaModel.generate`.
+        MemoryError: the cache of `batch_size` answers of the longest length does not fit.
     """
     limit = model.backbone.context_limit if length is None else min(length, model.backbone.context_limit)
     encoder = ChatEncoder(tokenizer, template, turns=turns, arguments=arguments, vocab_size=model.backbone.vocab_size)
@@ -165,18 +164,17 @@ def generate_records(
         report.before = report.records
         if progress is not None:
             progress(report)
-        for batch in _batches(_encoded(seeds, encoder, settings, limit, report), settings.batch_size):
-            if all([file.has(seed.number, seed.digest) for seed in batch]):
-                continue
-            while live := [seed for seed in batch if seed.prompt]:
-                for seed, answer in zip(live, _answers(model, config, live, settings, report), strict=True):
-                    seed.take(answer, ends)
-                if progress is not None:
-                    progress(report)
-            for record in file.append([line for seed in batch for line in seed.lines()]):
-                report.add(record)
-            if progress is not None:
-                progress(report)
+        waiting = (
+            seed for seed in _encoded(seeds, encoder, settings, limit, report) if not file.has(seed.number, seed.digest)
+        )
+        if (first := next(waiting, None)) is not None:
+            waiting = itertools.chain([first], waiting)
+            with Answers(model, settings.batch_size, limit, ends=ends, **_sampling(settings, config)) as answers:
+                for seed in _answered(answers, waiting, ends, settings, report):
+                    for record in file.append(seed.lines() if not seed.prompt else []):
+                        report.add(record)
+                    if progress is not None:
+                        progress(report)
         file.finish(report.as_json(), asked)
         return report
 
@@ -192,17 +190,51 @@ def _encoded(
             report.reject(record.where, str(error))
 
 
-def _batches(seeds: Iterator[Seed], size: int) -> Iterator[list[Seed]]:
-    while window := list(itertools.islice(seeds, WINDOW * size)):
-        window.sort(key=lambda seed: (seed.turns, len(seed.prompt), seed.number))
-        for start in range(0, len(window), size):
-            yield window[start : start + size]
+def _answered(
+    answers: Answers,
+    waiting: Iterator[Seed],
+    ends: Collection[int],
+    settings: GenerationConfig,
+    report: GenerationReport,
+) -> Iterator[Seed]:
+    """Yield a seed after each of its answers; after the last one it has no prompt."""
+    start = time.perf_counter()
+
+    def ask(seed: Seed) -> None:
+        name = f"{settings.seed} {seed.number} {seed.answered}".encode()
+        number = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")
+        answer = Answer(seed, seed.record.where)
+        answers.ask(answer, seed.prompt, seed=number, max_new_tokens=min(settings.max_new_tokens, seed.room))
+
+    while True:
+        for seed in itertools.islice(waiting, answers.room):
+            ask(seed)
+        answer = answers.next()
+        if answer is None:
+            return
+        report.seconds = time.perf_counter() - start
+        report.new_tokens += len(answer.tokens)
+        report.steps += len(answer.accepted)
+        report._stepped += sum(answer.accepted) + len(answer.accepted)
+        seed = answer.asked
+        seed.take(answer.tokens, ends)
+        if seed.prompt:
+            ask(seed)
+        yield seed
+
+
+def _sampling(settings: GenerationConfig, config: Any) -> dict[str, Any]:
+    """Return how answers are drawn, as `Engine.submit` takes it; what is not named is the model's own."""
+    if not config.do_sample:
+        return {"do_sample": False}
+    given = {name: getattr(settings, name) for name in ("temperature", *LIMITS)}
+    return {"do_sample": True, **{name: value for name, value in given.items() if value is not None}}
 
 
 def _decoding(model: MedusaModel, settings: GenerationConfig, ends: Collection[int]) -> Any:
     own = model.backbone.causal_lm.generation_config
     samples = bool(own.do_sample) if settings.temperature is None else settings.temperature > 0
-    limits = {name: getattr(settings, name) for name in ("top_p", "top_k", "min_p")}
+    limits = {name: getattr(settings, name) for name in LIMITS}
     for name, value in limits.items():
         if value is not None and not samples:
             why = "the model's generation config" if settings.temperature is None else "generation.temperature 0"
@@ -212,30 +244,6 @@ def _decoding(model: MedusaModel, settings: GenerationConfig, ends: Collection[i
     config.max_length = config.max_new_tokens = None  # each row has its own
     config.num_return_sequences = 1
     return config
-
-
-def _answers(
-    model: MedusaModel, config: Any, seeds: Sequence[Seed], settings: GenerationConfig, report: GenerationReport
-) -> list[list[int]]:
-    """Return the tokens with which the model answers each seed's prompt."""
-    lengths = [len(seed.prompt) for seed in seeds]
-    width = max(lengths)
-    ids = torch.tensor([[0] * (width - len(seed.prompt)) + seed.prompt for seed in seeds])
-    mask = torch.tensor([[0] * (width - length) + [1] * length for length in lengths])
-    prompts = split_prompts(ids, mask, model.backbone.vocab_size)
-    limits = decoding.limits_from_config(config, lengths, width, model.backbone.context_limit)
-    budgets = [min(settings.max_new_tokens, seed.room) for seed in seeds]
-    names = (f"{settings.seed} {seed.number} {seed.answered}".encode() for seed in seeds)
-    numbers = [int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") for name in names]
-    request = Request(ids, prompts, config, dataclasses.replace(limits, budgets=budgets), seed=numbers)
-    start = time.perf_counter()
-    output = model.run(request)
-    new = [row[width : width + count].tolist() for row, count in zip(output.sequences, output.new_tokens, strict=True)]
-    report.seconds += time.perf_counter() - start
-    report.new_tokens += sum(output.new_tokens)
-    report.steps += output.steps
-    report._stepped += sum(output.new_tokens) - len(new)
-    return new
 
 
 def _settings(

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from medusa_decoding.files import read_json_object, write_json
+from medusa_decoding.files import read_json_object, whole_file, write_json
 from medusa_decoding.training.data.resumable import ResumableFile, companion
 
 
@@ -32,6 +32,7 @@ class RecordFile(ResumableFile):
         # By the numbers of seeds: digest and number of parts, and the parts in the file.
         self._seeds: dict[int, tuple[str, int]] = {}
         self._written: defaultdict[int, set[int]] = defaultdict(set)
+        self._order: list[tuple[int, int]] = []  # number and part of each line
         for known in self.earlier:
             self._note(known["seed"])
         companion(path, "finished").unlink(missing_ok=True)
@@ -62,12 +63,26 @@ class RecordFile(ResumableFile):
         return new
 
     def finish(self, report: Mapping[str, Any], asked: Any = None) -> None:
-        """Mark the file as complete, with a report and what was asked for."""
+        """Put the lines in the order of the seeds, and mark the file as complete: with a report and what was asked."""
+        self._sort()
         write_json(companion(self.path, "finished"), {"asked": asked, "report": report})
 
     def _note(self, seed: Mapping[str, Any]) -> None:
         self._seeds[seed["number"]] = seed["digest"], seed["parts"]
         self._written[seed["number"]].add(seed["part"])
+        self._order.append((seed["number"], seed["part"]))
+
+    def _sort(self) -> None:
+        places = sorted(range(len(self._order)), key=self._order.__getitem__)
+        if places == list(range(len(places))):
+            return
+        with self.path.open("rb") as file:
+            ends = [0, *itertools.accumulate(map(len, file))]
+            with whole_file(self.path) as scratch, scratch.open("wb") as sorted_file:
+                for place in places:
+                    file.seek(ends[place])
+                    sorted_file.write(file.read(ends[place + 1] - ends[place]))
+        self._order.sort()
 
 
 def _without_tokens(record: Any) -> dict[str, Any]:
