@@ -27,7 +27,7 @@ def make_heads(config: Config, backbone: TrainingBackbone, tokenizer: Any, frequ
     device = next(backbone.module.parameters()).device
     if settings.initial is not None:
         given = given_heads(config, size, vocabulary)
-        heads = new_heads(settings, size, vocabulary, given.token_map, torch.float32, device)
+        heads = new_heads(settings, size, vocabulary, given.token_map, torch.float32, device, given.all_parents)
         with torch.no_grad():
             for name, weight in given.named_parameters():  # its root input or parents' term may be new
                 heads.get_parameter(name).copy_(weight)
@@ -57,6 +57,7 @@ def new_heads(
     token_map: torch.Tensor | None,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
+    all_parents: bool = False,
 ) -> MedusaHeads:
     """Return fresh heads as configured, with this token_map."""
     return MedusaHeads(
@@ -69,6 +70,7 @@ def new_heads(
         token_map=None if token_map is None else token_map.cpu(),
         parent_rank=settings.parent_rank,
         root_rank=settings.root_rank,
+        all_parents=all_parents,
         dtype=dtype,
         device=device,
     )

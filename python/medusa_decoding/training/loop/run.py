@@ -216,7 +216,8 @@ def _write_backbone(trainer: Trainer, weights: dict[str, torch.Tensor]) -> str:
 def _write_heads(trainer: Trainer, weights: Weights, base: str, rows: Rows, measured: Measured | None) -> None:
     config, folder, trained = trainer.config, trainer.folder / "heads", trainer.heads
     dtype = DTYPES[config.model.dtype]
-    heads = new_heads(config.heads, trained.hidden_size, trained.vocab_size, trained.token_map, dtype)
+    sizes = trained.hidden_size, trained.vocab_size
+    heads = new_heads(config.heads, *sizes, trained.token_map, dtype, all_parents=trained.all_parents)
     heads.load_state_dict({**heads.state_dict(), **weights})  # with a token_map, which is no weight
     if config.heads.storage != "float":
         heads = heads.quantized(config.heads.storage)
