@@ -24,7 +24,7 @@ from medusa_decoding.training.distill.record_file import asked_of
 from medusa_decoding.training.loop import card
 from medusa_decoding.training.loop.accuracy import HeadAccuracy, Measured
 from medusa_decoding.training.loop.backbone import DTYPES, TrainingBackbone, load_tokenizer
-from medusa_decoding.training.loop.heads import make_heads, new_heads
+from medusa_decoding.training.loop.heads import describe_map, make_heads, new_heads
 from medusa_decoding.training.loop.log import LOG, Watcher, read_log, tensorboard
 from medusa_decoding.training.loop.preflight import check, hold
 from medusa_decoding.training.loop.processes import Processes
@@ -102,6 +102,8 @@ def _train(
         device = torch.device("cpu" if processes.main else "meta")
     backbone = processes.each(lambda: TrainingBackbone.load(config, device))
     heads = processes.each(lambda: make_heads(config, backbone, tokenizer, rows.frequencies))
+    if processes.main and heads.token_map is not None:
+        announce(describe_map(heads.token_map, heads.vocab_size, rows))
     states = _states(config, backbone, rows, processes)
     # Each process draws its own dropout. Everything that they share has been drawn.
     torch.manual_seed(config.optimisation.seed + processes.rank)
