@@ -84,6 +84,8 @@ class MedusaHeads(nn.Module):
             from a checkpoint, and cannot be trained.
         parent_rank: r, rank of the term by which drafts depend on their parent token; 0 for none.
         root_rank: rank of every head's input from the root token's embedding, at most H; 0 for none.
+        all_parents: give every parent token its own row of the term. Otherwise, with a token_map, all tokens outside it
+            share one: they are rare, and drafts are always inside it, so only the root can be one of them.
         dtype: of the weights. Converting the module (`to`, `half`) leaves 8-bit projections and scales alone.
         device: of the weights.
 
@@ -93,7 +95,8 @@ class MedusaHeads(nn.Module):
         w2: [K, V', H] projections, a parameter, or a buffer in 8 bits; None with a shared projection.
         w2_scale: fp32 [K, V'], the factor of each row of w2 in 8 bits, else None.
         token_map: int64 [V'] or None.
-        parent_tokens: A [V, r], initially random (from torch's generator on the CPU), or None.
+        parent_tokens: A [V, r], initially random (from torch's generator on the CPU), or None. With a token_map and
+            without all_parents [V' + 1, r]: its tokens in their order, and last all others (if these are several).
         candidate_tokens: C [V', r], initially zero (so the term is zero), or None.
         parent_mix: M [K, r, r], initially the identity, or None.
         root_down: D [root_rank, H], initially random (from torch's generator on the CPU), or None.
@@ -115,7 +118,7 @@ class MedusaHeads(nn.Module):
     parent_mix: nn.Parameter | None
     root_down: nn.Parameter | None
     root_up: nn.Parameter | None
-    _candidate_rows: torch.Tensor | None
+    _map_rows: torch.Tensor | None
 
     def __init__(
         self,
@@ -130,6 +133,7 @@ class MedusaHeads(nn.Module):
         storage: Storage = "float",
         parent_rank: int = 0,
         root_rank: int = 0,
+        all_parents: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -146,7 +150,7 @@ class MedusaHeads(nn.Module):
             raise ValueError(f"storage: expected 'float', 'int8' or 'fp8', got {shown(storage)}")
         if storage != "float" and shared_projection:
             raise ValueError(f"storage: expected 'float' with a shared projection (none is owned), got {storage!r}")
-        for name, flag in (("shared_projection", shared_projection), ("bias", bias)):
+        for name, flag in (("shared_projection", shared_projection), ("bias", bias), ("all_parents", all_parents)):
             if not isinstance(flag, bool):
                 raise ValueError(f"{name}: expected True or False, got {shown(flag)}")
         if token_map is not None:
@@ -154,7 +158,7 @@ class MedusaHeads(nn.Module):
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
         self.num_heads, self.num_layers = num_heads, num_layers
         self.storage: Storage = storage
-        self.parent_rank, self.root_rank = parent_rank, root_rank
+        self.parent_rank, self.root_rank, self.all_parents = parent_rank, root_rank, all_parents
 
         def zeros(*shape: int) -> nn.Parameter:
             try:
@@ -174,15 +178,16 @@ class MedusaHeads(nn.Module):
         else:
             self.register_buffer("w2", torch.zeros(projections, dtype=STORED[storage], device=device))
             self.register_buffer("w2_scale", torch.zeros(projections[:2], dtype=torch.float32, device=device))
-        self.register_buffer("_candidate_rows", None, persistent=False)
+        self.register_buffer("_map_rows", None, persistent=False)
         self.parent_tokens = self.candidate_tokens = self.parent_mix = None
         if parent_rank:
-            self.parent_tokens = zeros(vocab_size, parent_rank)
+            parents = vocab_size if all_parents else min(vocab_size, self.num_candidates + 1)
+            self.parent_tokens = zeros(parents, parent_rank)
             self.candidate_tokens = zeros(projections[1], parent_rank)
             self.parent_mix = zeros(num_heads, parent_rank, parent_rank)
             with torch.no_grad():
                 # Drawn on the CPU, so that all devices begin with the same numbers; rows have a norm of about 1.
-                self.parent_tokens.copy_(torch.randn(vocab_size, parent_rank, device="cpu") * parent_rank**-0.5)
+                self.parent_tokens.copy_(torch.randn(parents, parent_rank, device="cpu") * parent_rank**-0.5)
                 self.parent_mix.copy_(torch.eye(parent_rank))
         self.root_down = self.root_up = None
         if root_rank:
@@ -190,7 +195,7 @@ class MedusaHeads(nn.Module):
             self.root_up = zeros(num_heads, hidden_size, root_rank)
             with torch.no_grad():  # e has the norm H^0.5, so the elements of D e are about 1
                 self.root_down.copy_(torch.randn(root_rank, hidden_size, device="cpu") * hidden_size**-0.5)
-        self._find_candidate_rows()
+        self._find_map_rows()
 
     @property
     def shared_projection(self) -> bool:
@@ -208,6 +213,12 @@ class MedusaHeads(nn.Module):
         if self.parent_tokens is None or self.parent_mix is None or self.candidate_tokens is None:
             raise ValueError("heads: expected some whose drafts depend on their parent, got parent_rank 0")
         return self.parent_tokens, self.parent_mix, self.candidate_tokens
+
+    def parent_rows(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return which rows of A parent tokens have: int64 ids in [0, V), of any shape -> int64 of that shape."""
+        if self._map_rows is None or len(self.parent_term[0]) == self.vocab_size:
+            return tokens
+        return self._map_rows[tokens]
 
     def residual(self, hidden: torch.Tensor, root_embedding: torch.Tensor | None = None) -> torch.Tensor:
         """Run the residual blocks: hidden [B, H] -> [B, K, H]; `root_embedding` as in `forward`."""
@@ -269,7 +280,7 @@ class MedusaHeads(nn.Module):
             logits = logits if self.token_map is None else logits[..., self.token_map]
         if parents is not None:
             tokens, mix, candidates = self.parent_term
-            logits = logits + torch.bmm(tokens[parents.t()], mix) @ candidates.t()
+            logits = logits + torch.bmm(tokens[self.parent_rows(parents.t())], mix) @ candidates.t()
         return logits.transpose(0, 1)
 
     def propose(
@@ -346,11 +357,11 @@ class MedusaHeads(nn.Module):
         logprobs, tokens = self.propose(
             hidden, size, lm_head, root_embedding=root_embedding, temperature=temperature, noise=noise
         )
-        rows = tokens if self._candidate_rows is None else self._candidate_rows[tokens]
+        rows = tokens if self._map_rows is None else self._map_rows[tokens]
         before = torch.cat([root[:, None, None].expand(-1, 1, size), tokens[:, :-1]], dim=1)
         # [B, K, parents, r], then [B, K, parents, candidates].
         with _one_thread(hidden):
-            mixed = of_parents[before].float() @ mix.float()
+            mixed = of_parents[self.parent_rows(before)].float() @ mix.float()
             scores = mixed @ of_candidates[rows].float().transpose(-1, -2) / temperature + logprobs[:, :, None]
             ranked = scores.sort(dim=-1, descending=True, stable=True)
         return Children(tokens, ranked.indices[..., :k], logprobs, ranked.values)
@@ -406,6 +417,7 @@ class MedusaHeads(nn.Module):
             "token_map": self.token_map,
             "parent_rank": self.parent_rank,
             "root_rank": self.root_rank,
+            "all_parents": self.all_parents,
             "dtype": self.w1.dtype,
             "device": self.w1.device,
         }
@@ -427,12 +439,13 @@ class MedusaHeads(nn.Module):
         root = f", root_rank={self.root_rank}" if self.root_rank else ""
         return f"{sizes}, projection={projection}{stored}{parents}{root}"
 
-    def _find_candidate_rows(self) -> None:
-        # The index of each token of a trimmed vocabulary in token_map; other tokens are never looked up.
+    def _find_map_rows(self) -> None:
+        # The index of each token in a trimmed vocabulary's token_map, V' for tokens outside it.
         if self.token_map is not None and self.parent_rank:
-            rows = torch.zeros(self.vocab_size, dtype=torch.int64, device=self.token_map.device)
+            shape = (self.vocab_size,), len(self.token_map)
+            rows = torch.full(*shape, dtype=torch.int64, device=self.token_map.device)
             rows[self.token_map] = torch.arange(len(self.token_map), device=rows.device)
-            self._candidate_rows = rows
+            self._map_rows = rows
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> MedusaHeads:
         # 8-bit projections and their scales move with the module as raw bits, without a conversion to another dtype.
@@ -455,7 +468,7 @@ class MedusaHeads(nn.Module):
             wanted = "a floating type" if stored is None else stored
             raise ValueError(f"{prefix}w2: expected {wanted} (storage {self.storage!r}), got {given.dtype}")
         super()._load_from_state_dict(state_dict, prefix, *rest)
-        self._find_candidate_rows()
+        self._find_map_rows()
 
 
 def not_finite(weights: Mapping[str, torch.Tensor]) -> list[str]:

@@ -26,6 +26,10 @@ KINDS: dict[str, tuple[Storage, dict[str, Any]]] = {
     "parents": ("float", {"parent_rank": 3}),
     "parents of one rank, no bias": ("float", {"parent_rank": 1, "bias": False}),
     "shared, trimmed, parents": ("float", {"shared_projection": True, "token_map": MAP, "parent_rank": 2}),
+    "shared, trimmed, all parents": (  # as earlier versions wrote them
+        "float",
+        {"shared_projection": True, "token_map": MAP, "parent_rank": 2, "all_parents": True},
+    ),
     "shared, parents": ("float", {"shared_projection": True, "parent_rank": 2}),
     "int8, trimmed, parents": ("int8", {"token_map": MAP, "parent_rank": 2}),
     "root": ("float", {"root_rank": 2}),
@@ -77,7 +81,7 @@ def test_names_and_config(tmp_path: Path) -> None:
     assert set(tensors) == beside | {f"{h}.{name}" for h in range(3) for name in (*a_head, "parent_mix")}
     assert (tensors["1.2.weight"].dtype, tensors["1.2.weight"].shape) == (torch.int8, (3, HIDDEN))
     assert (tensors["1.2.weight_scale"].dtype, tensors["1.2.weight_scale"].shape) == (torch.float32, (3,))
-    assert tensors["parent_tokens"].shape == (VOCAB, 2)
+    assert tensors["parent_tokens"].shape == (4, 2)
     assert tensors["candidate_tokens"].shape == (3, 2)
     assert torch.equal(tensors["2.parent_mix"], heads.parent_mix[2])  # type: ignore[index]
     config = json.loads((tmp_path / "heads" / "config.json").read_text())
@@ -194,14 +198,20 @@ def test_a_full_model_with_variant_heads_is_read(tmp_path: Path, folder: Path, t
 
 
 def test_the_parent_term_gives_the_vocabulary(tmp_path: Path) -> None:
-    write_heads(made("shared, trimmed, parents"), tmp_path / "heads", base_model=str(tmp_path / "gone"))
+    write_heads(made("shared, trimmed, all parents"), tmp_path / "heads", base_model=str(tmp_path / "gone"))
     config = json.loads((tmp_path / "heads" / "config.json").read_text())
     (tmp_path / "heads" / "config.json").write_text(json.dumps(config | {"vocab_size": 99}))
     read = read_heads(tmp_path / "heads")
     assert read.heads.vocab_size == VOCAB
+    assert len(read.heads.remade().parent_tokens) == VOCAB
     assert read.notes == ["config.json: vocab_size is 99, the tensors hold 11; the tensors are believed"]
-    with pytest.raises(ValueError, match=r"parent_tokens in .*: expected 12 rows \(the base model's voc.*, got 11"):
+    with pytest.raises(
+        ValueError, match=r"parent_tokens in .*: expected 12 rows \(the .*\) or 4 \(the token_map's .*, got 11"
+    ):
         read_heads(tmp_path / "heads", vocab_size=12)
+    rewrite(tmp_path / "heads", lambda t: t.update(token_map=torch.arange(10), candidate_tokens=torch.ones(10, 2)))
+    with pytest.raises(ValueError, match=r"parent_tokens in .*: expected at most 10 rows \(the vocabulary\), got 11"):
+        read_heads(tmp_path / "heads", vocab_size=10)
 
 
 @pytest.mark.parametrize(

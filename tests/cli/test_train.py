@@ -6,9 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from medusa_decoding.checkpoints import read_heads
 from medusa_decoding.cli import main
 from medusa_decoding.cli.train import ProgressBar
+from medusa_decoding.training.config import Config
+from medusa_decoding.training.data.targets import IGNORE
+from medusa_decoding.training.loop.backbone import load_tokenizer
+from medusa_decoding.training.loop.rows import load_rows
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 import toy
@@ -64,6 +70,24 @@ def test_check_names_heads_that_only_this_package_reads(recipe, capsys):
     assert main(["train", "--config", str(recipe), "--check", "--set", "heads.parent_rank=2"]) == 0
     words = "it reads heads whose drafts do not depend on their parent token, these have parent_rank 2"
     assert f"vLLM 0.28 to 0.32: no: {words}\n" in capsys.readouterr().out
+
+
+def test_the_share_that_a_trimmed_vocabulary_covers_is_that_of_held_out_data(recipe, tmp_path, capsys):
+    options = ["train", "--config", str(recipe), "--set", "heads.token_map_size=12"]
+    assert main([*options, "--check"]) == 0
+    checked = capsys.readouterr().out
+    assert main(options) == 0
+    config = Config.read(recipe)
+    rows = load_rows(config, load_tokenizer(config.model))
+    labels = torch.cat([rows.held_out[number]["labels"] for number in range(len(rows.held_out))])
+    heads = read_heads(tmp_path / "out" / "heads").heads
+    share = torch.isin(labels[labels != IGNORE], heads.token_map).double().mean()
+    assert 0.1 < share < 0.9
+    line = f"heads propose 12 of {heads.vocab_size} tokens: {share:.1%} of those to learn in held-out data\n"
+    assert line in checked
+    assert line in capsys.readouterr().err
+    assert main([*options, "--check", "--set", "output.folder=x", "--set", "data.held_out_share=0"]) == 0
+    assert f"heads propose 12 of {heads.vocab_size} tokens\n" in capsys.readouterr().out
 
 
 def test_a_first_config_says_why_and_trains_as_it_stands(tmp_path, monkeypatch, capsys):

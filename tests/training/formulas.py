@@ -39,6 +39,15 @@ def random_text(length=23, *, seed=1, hidden=HIDDEN, vocab=VOCAB, dtype=torch.fl
     return states, labels
 
 
+def of_parents(heads, table):
+    """A row of A for each token of the vocabulary: those outside a trimmed one share the last."""
+    if heads.token_map is None:
+        return table
+    place = {token: row for row, token in enumerate(heads.token_map.tolist())}
+    assert len(table) == len(place) + 1
+    return table[[place.get(token, -1) for token in range(heads.vocab_size)]]
+
+
 def plain_targets(labels, segments, offset, token_map=None):
     """The label `offset` positions later, by a walk over positions."""
     found, outside = [], 0

@@ -259,6 +259,28 @@ def test_own_projections_that_do_not_fit_are_shared(tmp_path, gpu):
     assert make(model, data, GPU, "paper")[1]["heads.shared_projection"]
 
 
+def test_a_large_vocabulary_is_trimmed_if_its_logits_are_most_of_a_step(tmp_path, monkeypatch, gpu):
+    monkeypatch.setattr(first_config, "available", lambda device: 139 * GIB)
+    data = workshop.make_data(tmp_path / "data.jsonl")
+    small = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
+    small |= {"num_key_value_heads": 3, "tie_word_embeddings": True}  # SmolLM2-135M
+
+    def size(vocabulary, sizes=small, *others):
+        return make(large(tmp_path, sizes | {"vocab_size": vocabulary}), data, *others)[1].get("heads.token_map_size")
+
+    assert size(49152) == 8192
+    assert size(40000) == 4096
+    found, _ = make(large(tmp_path, small, vocab_size=49152), data)
+    assert (
+        "# of 49,152, the answers' most frequent tokens, then the tokenizer's first: 46% of the operations"
+        in found.to_yaml([])
+    )
+    # A small vocabulary; a large model, whose layers take longer than logits; the paper's recipe; a GPU.
+    assert size(16000) is size(128256, LLAMA_3) is size(49152, small, CPU, "paper") is None
+    gpu(139)
+    assert size(49152, small, GPU) is None
+
+
 def test_heads_for_a_gpu(tmp_path, gpu):
     gpu(139)
     _, chosen = make(large(tmp_path, LLAMA_3), workshop.make_data(tmp_path / "data.jsonl"), GPU)

@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
-from formulas import HIDDEN, MAP, VOCAB, Largest, gradients, plain_targets, random_heads, random_text
+from formulas import HIDDEN, MAP, VOCAB, Largest, gradients, of_parents, plain_targets, random_heads, random_text
 from torch import nn
 
 from medusa_decoding import MedusaHeads
@@ -51,7 +51,7 @@ def plain_loss(hidden, tokens, labels, heads, weight, segments=None, values=None
     if w2 is None:
         rows = weight if heads.token_map is None else weight[heads.token_map]
         w2 = rows.expand(heads.num_heads, *rows.shape)
-    terms = [values[name] for name in ("parent_tokens", "parent_mix", "candidate_tokens")]
+    terms = [of_parents(heads, values["parent_tokens"]), values["parent_mix"], values["candidate_tokens"]]
     total = 0.0
     for head in range(heads.num_heads):
         target, _ = plain_targets(labels, segments, head + 2, heads.token_map)
@@ -121,10 +121,11 @@ def test_frozen_parts_get_no_gradient():
 
 
 def test_hits_are_counted_with_the_parent_term():
-    heads = conditioned(token_map=MAP)
+    heads = conditioned(token_map=MAP, seed=1)
     hidden, labels, tokens = text_with_prompts(60)
     found = medusa_loss(hidden, heads, labels, tokens=tokens, top=3)
     value = dict(heads.named_parameters())
+    value["parent_tokens"] = of_parents(heads, heads.parent_tokens)
     terms = [value[name] for name in ("w1", "b1", "w2", "parent_tokens", "parent_mix", "candidate_tokens")]
     for head in range(3):
         target, outside = plain_targets(labels, None, head + 2, MAP)

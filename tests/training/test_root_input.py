@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from formulas import HIDDEN, MAP, VOCAB, gradients, plain_targets, random_heads, random_text
+from formulas import HIDDEN, MAP, VOCAB, gradients, of_parents, plain_targets, random_heads, random_text
 from torch import nn
 
 from medusa_decoding import MedusaHeads
@@ -58,7 +58,7 @@ def plain_loss(hidden, tokens, labels, heads, table, segments=None, lm_head=None
         logits = state @ (value["w2"][head] if rows is None else rows).T
         if heads.parent_rank:
             before = [int(tokens[t + head + 1]) if t + head + 1 < len(tokens) else 0 for t in range(len(tokens))]
-            mixed = value["parent_tokens"][before] @ value["parent_mix"][head]
+            mixed = of_parents(heads, value["parent_tokens"])[before] @ value["parent_mix"][head]
             logits = logits + mixed @ value["candidate_tokens"].T
         target, _ = plain_targets(labels, segments, head + 2, heads.token_map)
         total = total + 0.8 ** (head + 1) * F.cross_entropy(logits, target, ignore_index=IGNORE)

@@ -19,8 +19,8 @@ import workshop
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from workshop import curve, heads_tensors, losses
 
-from medusa_decoding import MedusaModel
-from medusa_decoding.checkpoints import read_heads
+from medusa_decoding import MedusaHeads, MedusaModel
+from medusa_decoding.checkpoints import read_heads, write_heads
 from medusa_decoding.training.config import SourceConfig
 from medusa_decoding.training.data.encoding import ChatEncoder, encode_records
 from medusa_decoding.training.data.packing import PackedDataset
@@ -352,6 +352,22 @@ def test_training_continues_from_given_heads_and_adds_a_parent_term_and_a_root_i
         heads = {"initial": str(second.heads), "parent_rank": 4, "root_rank": 3, name: value}
         with pytest.raises(ValueError, match=rf"heads.{name}: expected {own} like the heads in .*, got {value}"):
             train(workshop.config(tmp_path / "third", base, data, heads=heads))
+
+
+def test_heads_with_a_row_for_every_parent_are_trained_further(shop, tmp_path):
+    base, data = shop
+    settings = {"num_heads": 2, "shared_projection": True, "token_map_size": 60, "parent_rank": 4}
+    first = train(workshop.config(tmp_path / "first", base, data, heads=settings))
+    heads = read_heads(first.heads).heads
+    given = MedusaHeads(
+        heads.hidden_size, heads.vocab_size, 2, shared_projection=True, token_map=heads.token_map, parent_rank=4,
+        all_parents=True,
+    )  # fmt: skip
+    write_heads(given, tmp_path / "given", base_model=str(base))
+    settings["initial"] = str(tmp_path / "given")
+    second = train(workshop.config(tmp_path / "second", base, data, heads=settings))
+    assert len(heads.parent_tokens) == 61
+    assert len(read_heads(second.heads).heads.parent_tokens) == heads.vocab_size
 
 
 # The teacher

@@ -61,7 +61,8 @@ class Layout:
         storage: of the projections.
         parent_rank: r of the parents' term; 0 without it.
         root_rank: of the heads' input from the root token; 0 without it.
-        vocab_size: V, if the tensors tell it: projections without a token_map do, and parent_tokens.
+        parents: rows of parent_tokens: V, or V' + 1 with a token_map; 0 without it.
+        vocab_size: V, if the tensors tell it: projections without a token_map do, and parent_tokens of V rows.
     """
 
     num_heads: int
@@ -74,6 +75,7 @@ class Layout:
     storage: Storage
     parent_rank: int
     root_rank: int
+    parents: int
     vocab_size: int | None
 
     def expected(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
@@ -95,7 +97,7 @@ class Layout:
                 yield f"{head}.root_up", (hidden, self.root_rank), self.dtype
         if rank:
             candidates = self.rows or self.trimmed or self.vocab_size or 0
-            yield PARENTS, (self.vocab_size or 0, rank), self.dtype
+            yield PARENTS, (self.parents, rank), self.dtype
             yield CANDIDATES, (candidates, rank), self.dtype
         if self.root_rank:
             yield ROOT, (self.root_rank, hidden), self.dtype
@@ -124,7 +126,7 @@ def examine(found: HeadTensors) -> Layout:
     # Sizes are not known yet: only the names of this one are used.
     rooted = bool(roots) or ROOT in tensors
     kind = torch.float32, storage, int(conditioned), int(rooted)
-    names = Layout(num_heads, num_layers, 0, has_bias, owned, None, *kind, 0)
+    names = Layout(num_heads, num_layers, 0, has_bias, owned, None, *kind, 0, None)
     _check_names(found, (name for name, *_ in names.expected()))
 
     first = tensors["0.0.linear.weight"]
@@ -137,11 +139,13 @@ def examine(found: HeadTensors) -> Layout:
     if first.dtype not in DTYPES or isinstance(first.dtype, str):
         raise first.refused("dtype float16, bfloat16 or float32", _word(first.dtype))
     trimmed = _examine_token_map(tensors, rows)
-    rank, vocab_size = 0, None if trimmed is not None else rows
+    rank, of_parents, vocab_size = 0, 0, None if trimmed is not None else rows
     if conditioned:
         parents = tensors[PARENTS]
         _check_matrix(parents, "[V, r]")
-        rank, vocab_size = parents.shape[1], vocab_size or parents.shape[0]
+        rank, of_parents = parents.shape[1], vocab_size or parents.shape[0]
+        if trimmed is None or of_parents != trimmed + 1:
+            vocab_size = of_parents
     root_rank = 0
     if rooted:
         _check_matrix(tensors[ROOT], "[r, H]")
@@ -149,7 +153,7 @@ def examine(found: HeadTensors) -> Layout:
         if root_rank > first.shape[0]:
             raise tensors[ROOT].refused(f"at most {first.shape[0]} rows (the hidden size)", root_rank)
     kind = first.dtype, storage, rank, root_rank
-    layout = Layout(num_heads, num_layers, first.shape[0], has_bias, rows, trimmed, *kind, vocab_size)
+    layout = Layout(num_heads, num_layers, first.shape[0], has_bias, rows, trimmed, *kind, of_parents, vocab_size)
     for name, shape, dtype in layout.expected():
         tensor = tensors[name]
         if tensor.shape != shape:
@@ -174,7 +178,8 @@ def check_base(found: HeadTensors, layout: Layout, hidden_size: int | None, voca
     if vocab_size is not None and layout.rows is not None and layout.trimmed is None and layout.rows != vocab_size:
         raise tensors[f"0.{layout.num_layers}.weight"].refused(rows, f"{layout.rows} and no {TOKEN_MAP}")
     if vocab_size is not None and layout.vocab_size not in (None, vocab_size):
-        raise tensors[PARENTS].refused(rows, layout.vocab_size)
+        few = "" if layout.trimmed is None else f" or {layout.trimmed + 1} (the {TOKEN_MAP}'s and one)"
+        raise tensors[PARENTS].refused(rows + few, layout.vocab_size)
 
 
 def disagreements(config: Mapping[str, Any], layout: Layout) -> list[str]:
@@ -223,6 +228,8 @@ def pack(
     """
     if layout.trimmed is not None and layout.trimmed > vocab_size:
         raise found.tensors[TOKEN_MAP].refused(f"at most {vocab_size} ids (the vocabulary)", layout.trimmed)
+    if layout.parents > vocab_size:
+        raise found.tensors[PARENTS].refused(f"at most {vocab_size} rows (the vocabulary)", layout.parents)
     with torch.random.fork_rng(devices=[]):  # the random initial weights are replaced at once
         heads = MedusaHeads(
             layout.hidden_size,
@@ -235,6 +242,7 @@ def pack(
             storage=layout.storage,
             parent_rank=layout.parent_rank,
             root_rank=layout.root_rank,
+            all_parents=layout.parents == vocab_size,
             dtype=layout.dtype if dtype is None else dtype,
             device=device,
         )

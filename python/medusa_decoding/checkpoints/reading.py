@@ -90,9 +90,8 @@ def read_heads(
     Args:
         path_or_hub_id: a folder, or else a repository on the Hugging Face hub.
         hidden_size: the base model's hidden size H, to check against.
-        vocab_size: the base model's vocabulary size V, to check against. By default the tensors tell it; for heads with
-            a shared projection or a token_map, and without a parents' term, the config does, or else the base model's
-            config.
+        vocab_size: the base model's vocabulary size V, to check against. By default the tensors tell it if a projection
+            or a parents' term has V rows, otherwise the config does, or else the base model's config.
         dtype: float16, bfloat16 or float32; None keeps the file's. Projections in 8 bits stay as they are.
         device: where the heads go.
         revision: branch, tag or commit of a hub repository; unused for a folder.

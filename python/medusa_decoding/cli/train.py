@@ -128,6 +128,7 @@ def _shown(value: Any) -> str:
 def _check(config: Config, resume: bool) -> int:
     from medusa_decoding.training.loop import estimate
     from medusa_decoding.training.loop.backbone import load_tokenizer
+    from medusa_decoding.training.loop.heads import choose_tokens, describe_map
     from medusa_decoding.training.loop.preflight import check
     from medusa_decoding.training.loop.rows import load_rows
     from medusa_decoding.training.loop.schedules import stages
@@ -141,6 +142,9 @@ def _check(config: Config, resume: bool) -> int:
     print(f"{rows.records[1]} held out, in {0 if rows.held_out is None else len(rows.held_out)} rows")
     tokens = round(len(rows.train) * config.data.length * rows.train.fill)
     print(f"{tokens:,} tokens, {rows.frequencies.total():,} of them learnt")
+    token_map = choose_tokens(config.heads, tokenizer, rows.frequencies)
+    if token_map is not None and config.heads.initial is None:  # given heads have their own
+        print(describe_map(token_map, shapes.vocabulary, rows))
     for stage in stages(config, len(rows.train)):
         print(f"{stage.steps} steps of {config.optimisation.batch_size} rows: {stage.name}")
     print(*estimate.describe_memory(config, shapes, processes.device), sep="\n")

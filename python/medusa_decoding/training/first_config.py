@@ -31,7 +31,7 @@ from medusa_decoding.training.data.records import NO_ANSWER, Record, interpret, 
 from medusa_decoding.training.data.sources import BadRecordError, raw_records
 from medusa_decoding.training.distill.seeds import Seed
 from medusa_decoding.training.loop.backbone import DTYPES
-from medusa_decoding.training.loop.estimate import device_name, memory, shapes_of
+from medusa_decoding.training.loop.estimate import device_name, memory, operations, shapes_of
 
 RECORDS, SAMPLE = 20_000, 300
 """Records that are read at most, and of these the ones that are tokenized."""
@@ -46,6 +46,8 @@ TURNS = GenerationConfig().turns
 ROOM = 0.8
 """Share of the free memory that a run may take by its estimate."""
 LENGTHS = (64, 128, 256, 512, 1024, 2048, 4096)
+LARGE_VOCABULARY, MAP_SHARE = 16_384, 1 / 6
+"""Tokens of a vocabulary that may be trimmed, and the share of them that is left (down to a power of two)."""
 TEXT_PROMPT = 128
 """Tokens of a text, at most, that a model goes on with."""
 CACHE = 8 * 2**30
@@ -442,6 +444,24 @@ def _heads(values: _Values) -> None:
         rank = min(256, shapes.hidden // 2)
         values.add("heads.root_rank", rank, "drafts see the root token; 0 for heads that other programs read")
         values.add("heads.parent_rank", 64, "drafts see the token before them; 0 for heads that other programs read")
+    if not as_paper:
+        _trim(values)
+
+
+def _trim(values: _Values) -> None:
+    """Trim a large vocabulary if that at least halves a step."""
+    shapes = values.shapes
+    if shapes.vocabulary < LARGE_VOCABULARY:
+        return
+    whole = sum(operations(values.config, shapes))
+    key, kept = "heads.token_map_size", 2 ** int(math.log2(MAP_SHARE * shapes.vocabulary))
+    values.add(key, kept)
+    share = sum(operations(values.config, shapes)) / whole
+    if share > 0.5:
+        del values.choices[key]
+        return
+    words = "the answers' most frequent tokens, then the tokenizer's first"
+    values.add(key, kept, f"of {shapes.vocabulary:,}, {words}: {share:.0%} of the operations per step; null for all")
 
 
 def _dtype(values: _Values) -> tuple[str, str]:

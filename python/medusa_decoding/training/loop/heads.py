@@ -12,6 +12,7 @@ from medusa_decoding.heads import MedusaHeads, Storage
 from medusa_decoding.training.config import Config, HeadsConfig
 from medusa_decoding.training.data.targets import most_frequent_tokens
 from medusa_decoding.training.loop.backbone import TrainingBackbone
+from medusa_decoding.training.loop.rows import Rows
 
 
 def make_heads(config: Config, backbone: TrainingBackbone, tokenizer: Any, frequencies: Counter[int]) -> MedusaHeads:
@@ -27,15 +28,12 @@ def make_heads(config: Config, backbone: TrainingBackbone, tokenizer: Any, frequ
     device = next(backbone.module.parameters()).device
     if settings.initial is not None:
         given = given_heads(config, size, vocabulary)
-        heads = new_heads(settings, size, vocabulary, given.token_map, torch.float32, device)
+        heads = new_heads(settings, size, vocabulary, given.token_map, torch.float32, device, given.all_parents)
         with torch.no_grad():
             for name, weight in given.named_parameters():  # its root input or parents' term may be new
                 heads.get_parameter(name).copy_(weight)
         return heads
-    token_map = None
-    if settings.token_map_size is not None:
-        ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        token_map = most_frequent_tokens(frequencies, settings.token_map_size, always=ends)
+    token_map = choose_tokens(settings, tokenizer, frequencies)
     heads = new_heads(settings, size, vocabulary, token_map, torch.float32, device)
     if heads.w2 is not None:
         layer: Any = getattr(backbone.lm_head, "base_layer", backbone.lm_head)
@@ -50,6 +48,23 @@ def make_heads(config: Config, backbone: TrainingBackbone, tokenizer: Any, frequ
     return heads
 
 
+def choose_tokens(settings: HeadsConfig, tokenizer: Any, frequencies: Counter[int]) -> torch.Tensor | None:
+    """Return the token_map of fresh heads, int64 [V'], or None for the whole vocabulary."""
+    if settings.token_map_size is None:
+        return None
+    ends = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    return most_frequent_tokens(frequencies, settings.token_map_size, always=ends)
+
+
+def describe_map(token_map: torch.Tensor, vocab_size: int, rows: Rows) -> str:
+    """Return a line of text: how many tokens heads propose, and their share of held-out data's tokens."""
+    words, counts = f"heads propose {len(token_map):,} of {vocab_size:,} tokens", rows.held_out_frequencies
+    if not counts:
+        return words
+    share = sum(counts[token] for token in token_map.tolist()) / counts.total()
+    return f"{words}: {share:.1%} of those to learn in held-out data"
+
+
 def new_heads(
     settings: HeadsConfig,
     hidden_size: int,
@@ -57,6 +72,7 @@ def new_heads(
     token_map: torch.Tensor | None,
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
+    all_parents: bool = False,
 ) -> MedusaHeads:
     """Return fresh heads as configured, with this token_map."""
     return MedusaHeads(
@@ -69,6 +85,7 @@ def new_heads(
         token_map=None if token_map is None else token_map.cpu(),
         parent_rank=settings.parent_rank,
         root_rank=settings.root_rank,
+        all_parents=all_parents,
         dtype=dtype,
         device=device,
     )

@@ -17,7 +17,8 @@ class Rows:
     """The data of a run: packed rows to train on and to measure on, and the reports of reading them.
 
     `held_out_report` is None without `data.held_out`. `records` are the numbers of training and of held-out records.
-    `frequencies` says how often each token is learnt in the training data.
+    `frequencies` says how often each token is learnt in the training data, `held_out_frequencies` the same of held-out
+    data.
     """
 
     train: packing.PackedDataset
@@ -26,6 +27,7 @@ class Rows:
     held_out_report: data.Report | None
     records: tuple[int, int]
     frequencies: Counter[int]
+    held_out_frequencies: Counter[int]
 
 
 def load_rows(config: Config, tokenizer: Any, vocab_size: int | None = None) -> Rows:
@@ -88,7 +90,8 @@ def load_rows(config: Config, tokenizer: Any, vocab_size: int | None = None) -> 
     )
     if train is None:
         raise ValueError(f"data.train: expected something to learn, got nothing; {report}")
-    frequencies: Counter[int] = Counter()
-    for example in examples:
-        frequencies.update(example.ids[example.learnt].tolist())
-    return Rows(train, measured, report, held_out_report, (len(records), len(held_out)), frequencies)
+    counts: tuple[Counter[int], Counter[int]] = Counter(), Counter()
+    for part, count in zip((examples, held_out_examples), counts, strict=True):
+        for example in part:
+            count.update(example.ids[example.learnt].tolist())
+    return Rows(train, measured, report, held_out_report, (len(records), len(held_out)), *counts)

@@ -24,7 +24,7 @@ from medusa_decoding.training.distill.record_file import asked_of
 from medusa_decoding.training.loop import card
 from medusa_decoding.training.loop.accuracy import HeadAccuracy, Measured
 from medusa_decoding.training.loop.backbone import DTYPES, TrainingBackbone, load_tokenizer
-from medusa_decoding.training.loop.heads import make_heads, new_heads
+from medusa_decoding.training.loop.heads import describe_map, make_heads, new_heads
 from medusa_decoding.training.loop.log import LOG, Watcher, read_log, tensorboard
 from medusa_decoding.training.loop.preflight import check, hold
 from medusa_decoding.training.loop.processes import Processes
@@ -102,6 +102,8 @@ def _train(
         device = torch.device("cpu" if processes.main else "meta")
     backbone = processes.each(lambda: TrainingBackbone.load(config, device))
     heads = processes.each(lambda: make_heads(config, backbone, tokenizer, rows.frequencies))
+    if processes.main and heads.token_map is not None:
+        announce(describe_map(heads.token_map, heads.vocab_size, rows))
     states = _states(config, backbone, rows, processes)
     # Each process draws its own dropout. Everything that they share has been drawn.
     torch.manual_seed(config.optimisation.seed + processes.rank)
@@ -216,7 +218,8 @@ def _write_backbone(trainer: Trainer, weights: dict[str, torch.Tensor]) -> str:
 def _write_heads(trainer: Trainer, weights: Weights, base: str, rows: Rows, measured: Measured | None) -> None:
     config, folder, trained = trainer.config, trainer.folder / "heads", trainer.heads
     dtype = DTYPES[config.model.dtype]
-    heads = new_heads(config.heads, trained.hidden_size, trained.vocab_size, trained.token_map, dtype)
+    sizes = trained.hidden_size, trained.vocab_size
+    heads = new_heads(config.heads, *sizes, trained.token_map, dtype, all_parents=trained.all_parents)
     heads.load_state_dict({**heads.state_dict(), **weights})  # with a token_map, which is no weight
     if config.heads.storage != "float":
         heads = heads.quantized(config.heads.storage)

@@ -275,7 +275,7 @@ class Parents:
     """
 
     def __init__(self, inner: Projection, heads: MedusaHeads, parents: Tensor) -> None:
-        self._inner, self._parents, self._own = inner, parents, heads.parent_term
+        self._inner, self._parents, self._own = inner, heads.parent_rows(parents), heads.parent_term
         self.size = inner.size
         self.parameters: tuple[Tensor, ...] = (*inner.parameters, *self._own)
         self._wide: list[Tensor] = []
