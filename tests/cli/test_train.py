@@ -55,7 +55,7 @@ def test_check_says_what_would_run_and_writes_nothing(recipe, tmp_path, capsys):
     assert re.search(r"\d tokens, \d+ of them learnt", shown)
     assert re.search(r"memory \(estimated, .*\): \S+ MiB of the \S+ GiB that this machine has free", shown)
     assert re.search(r"\n  optimiser +\S+ KiB\n", shown)
-    assert re.search(r"\ntime: about \d+ s \(from one micro-batch measured here", shown)
+    assert re.search(r"\ntime: about \d+ s on an idle machine \(from a micro-batch measured here", shown)
     assert "vLLM 0.28 to 0.32: yes, medusa export --format vllm\n" in shown
     assert not (tmp_path / "out").exists()
 
