@@ -83,6 +83,7 @@ def train(config: Config, resume: bool, quiet: bool) -> dict[str, Any]:
         "base_model": result.base_model,
         "steps": result.steps,
         "seconds": round(result.seconds, 1),
+        "heads_step": result.heads_step,
         "held_out": None if result.measured is None else result.measured.to_json(),
     }
 

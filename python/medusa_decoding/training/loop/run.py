@@ -43,7 +43,8 @@ class Result:
     """The output folder of a run, the folder of its heads for `MedusaModel.from_pretrained`, and its figures.
 
     `base_model` is the model as named, or the folder of the trained one or of its adapter. `measured` is None without
-    held-out data. `steps` are those of the whole run, `seconds` were spent in them.
+    held-out data. `steps` were made in the whole run, and `seconds` were spent in them. `heads_step` is the step that
+    the heads are of: the best on held-out data, or the last one without it and if the backbone was trained.
     """
 
     folder: Path
@@ -52,6 +53,7 @@ class Result:
     measured: Measured | None
     steps: int
     seconds: float
+    heads_step: int
 
 
 def train(
@@ -122,8 +124,13 @@ def _train(
         trainer.watchers.append(tensorboard(folder, trainer.at.done))
     announce(f"{trainer.steps} steps: " + ", ".join(f"{stage.steps} {stage.name}" for stage in trainer.stages))
     base, measured = write_results(trainer, rows, trainer.run())
+    if trainer.stopped:
+        announce(f"ended after step {trainer.at.done}: the last {config.optimisation.patience} evaluations were worse")
+    if trainer.best is not None:
+        announce(f"the heads are those of step {trainer.best.step}, the best on held-out data")
     announce(f"heads in {folder / 'heads'}, their base model is {base}")
-    return Result(folder, folder / "heads", base, measured, trainer.at.done, trainer.at.seconds)
+    step = trainer.at.done if trainer.best is None else trainer.best.step
+    return Result(folder, folder / "heads", base, measured, trainer.at.done, trainer.at.seconds, step)
 
 
 def _states(config: Config, backbone: TrainingBackbone, rows: Rows, processes: Processes) -> StateCache | None:
@@ -242,6 +249,7 @@ def _facts(trainer: Trainer, base: str, rows: Rows, measured: Measured | None) -
         losses=[(line["step"], line["loss"]) for line in read_log(trainer.folder) if "loss" in line],
         steps=trainer.at.done,
         seconds=trainer.at.seconds,
+        best_step=None if trainer.best is None else trainer.best.step,
         held_out_report=rows.held_out_report,
         tokens=len(rows.train) * config.data.length,
         versions=versions("torch", "transformers"),
