@@ -43,8 +43,9 @@ class Result:
     """The output folder of a run, the folder of its heads for `MedusaModel.from_pretrained`, and its figures.
 
     `base_model` is the model as named, or the folder of the trained one or of its adapter. `measured` is None without
-    held-out data. `steps` were made in the whole run, and `seconds` were spent in them. `heads_step` is the step that
-    the heads are of: the best on held-out data, or the last one without it and if the backbone was trained.
+    held-out data. `steps` were made in the whole run on `records` training records, and `seconds` were spent in them.
+    `heads_step` is the step that the heads are of: the best on held-out data, or the last one without it and if the
+    backbone was trained.
     """
 
     folder: Path
@@ -54,6 +55,7 @@ class Result:
     steps: int
     seconds: float
     heads_step: int
+    records: int
 
 
 def train(
@@ -62,6 +64,7 @@ def train(
     resume: bool = False,
     watchers: Sequence[Watcher] = (),
     announce: Announce = lambda words: None,
+    part: int = 1,
 ) -> Result:
     """Train heads as a configuration says.
 
@@ -70,6 +73,7 @@ def train(
         resume: continue from the newest checkpoint in the output folder, which must be of the same configuration.
         watchers: receive each line of the log (main process only).
         announce: receives messages for people before and after the steps (main process only).
+        part: train on one of so many training records.
 
     Raises:
         ValueError: settings, data or a checkpoint that do not fit; nothing has been trained then.
@@ -78,11 +82,16 @@ def train(
     """
     processes = Processes.join(config.optimisation.sharding)
     with hold(config, processes):
-        return _train(config, processes, resume, watchers, announce if processes.main else lambda words: None)
+        return _train(config, processes, resume, watchers, announce if processes.main else lambda words: None, part)
 
 
 def _train(
-    config: Config, processes: Processes, resume: bool, watchers: Sequence[Watcher], announce: Announce
+    config: Config,
+    processes: Processes,
+    resume: bool,
+    watchers: Sequence[Watcher],
+    announce: Announce,
+    part: int,
 ) -> Result:
     folder = Path(config.output.folder)
     start = check(config, processes, resume)
@@ -90,7 +99,8 @@ def _train(
         announce(f"no checkpoint in {folder}: begins anew")
     torch.manual_seed(config.optimisation.seed)
     tokenizer = load_tokenizer(config.model)
-    rows = load_rows(config, tokenizer, stated_sizes(config.model.name, config.model.revision).get("vocab_size"))
+    vocabulary = stated_sizes(config.model.name, config.model.revision).get("vocab_size")
+    rows = load_rows(config, tokenizer, vocabulary, part)
     announce(
         f"{rows.records[0]} records in {len(rows.train)} rows ({rows.train.fill:.0%} filled), "
         f"{rows.records[1]} held out"
@@ -130,7 +140,7 @@ def _train(
         announce(f"the heads are those of step {trainer.best.step}, the best on held-out data")
     announce(f"heads in {folder / 'heads'}, their base model is {base}")
     step = trainer.at.done if trainer.best is None else trainer.best.step
-    return Result(folder, folder / "heads", base, measured, trainer.at.done, trainer.at.seconds, step)
+    return Result(folder, folder / "heads", base, measured, trainer.at.done, trainer.at.seconds, step, rows.records[0])
 
 
 def _states(config: Config, backbone: TrainingBackbone, rows: Rows, processes: Processes) -> StateCache | None:
