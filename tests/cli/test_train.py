@@ -5,6 +5,7 @@ import re
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -52,6 +53,37 @@ def test_progress_shows_loss_and_every_head(recipe, capsys):
     assert len(line.rpartition("heads' top-1 ")[2].split()) == 3
 
 
+def test_a_curve_has_a_run_per_size_and_predicts_more(recipe, tmp_path, capsys):
+    arguments = ["train", "--config", str(recipe), "--curve", "--set", f"data.cache_hidden={tmp_path / 'states'}"]
+    assert main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    names = [line[:16].strip() for line in lines[1:7]]
+    assert names == ["2", "4", "9", "18", "predicted 36", "predicted 180"]
+    found = json.loads((tmp_path / "out" / "curve.json").read_text())
+    assert [size["records"] for size in found["sizes"]] == [2, 4, 9, 18]
+    assert [size["steps"] for size in found["sizes"]] == sorted(size["steps"] for size in found["sizes"])
+    for size, folder in zip(found["sizes"], ("out/curve-8", "out/curve-4", "out/curve-2", "out"), strict=True):
+        held_out = json.loads((tmp_path / folder / "heads" / "measured.json").read_text())
+        assert size["head_top1"] == held_out["head_top1"]
+        assert held_out["accuracy"]["total"] == [42, 42, 42]  # of the same records
+        assert size["loss"] == pytest.approx(sum(0.8**k * x for k, x in enumerate(held_out["head_losses"], 1)))
+    assert main([*arguments, "--resume", "--json"]) == 0  # all sizes are there already
+    assert json.loads(capsys.readouterr().out) == found
+    assert main(["train", "--config", str(recipe), "--curve", "--set", "data.held_out_share=0"]) == 2
+    assert "--curve: expected held-out data" in capsys.readouterr().err
+
+
+def test_a_power_law_is_found_and_continued():
+    from medusa_decoding.training.loop.curve import power_law
+
+    records, at = [50, 100, 200, 400], [800, 4000]
+    gaps = [[0.9 * (n / 50) ** -0.3, 6.0 + (n == 100)] for n in records]
+    predicted, residuals = power_law(records, np.array(gaps), at)
+    assert predicted[:, 0].tolist() == pytest.approx([0.9 * (n / 50) ** -0.3 for n in at])
+    assert residuals[0] == pytest.approx(0.0, abs=1e-12)
+    assert 0.5 < residuals[1] < 1.0
+
+
 def test_check_says_what_would_run_and_writes_nothing(recipe, tmp_path, capsys):
     assert main(["train", "--config", str(recipe), "--check"]) == 0
     shown = capsys.readouterr().out
@@ -61,7 +93,7 @@ def test_check_says_what_would_run_and_writes_nothing(recipe, tmp_path, capsys):
     assert re.search(r"\d tokens, \d+ of them learnt", shown)
     assert re.search(r"memory \(estimated, .*\): \S+ MiB of the \S+ GiB that this machine has free", shown)
     assert re.search(r"\n  optimiser +\S+ KiB\n", shown)
-    assert re.search(r"\ntime: about \d+ s \(from one micro-batch measured here", shown)
+    assert re.search(r"\ntime: about \d+ s on an idle machine \(from a micro-batch measured here", shown)
     assert "vLLM 0.28 to 0.32: yes, medusa export --format vllm\n" in shown
     assert not (tmp_path / "out").exists()
 

@@ -184,6 +184,8 @@ def test_training_and_origin():
     assert table(text, ["", "version"])[1:] == made
     assert "`../model`" in text
     assert "Use them with that model only." in card_text(facts())
+    assert "The heads are those of" not in text
+    assert "The heads are those of step 20: of all that were measured" in card_text(facts(best_step=20))
     assert "| version |" not in card_text(facts(versions={}))
     few = card_text(facts(losses=[(1, 2.0), (2, float("nan")), (3, 1.0)]))
     assert table(few, ["step", "training loss"])[1:] == [["1", "2"], ["2", "nan"], ["3", "1"]]

@@ -253,6 +253,7 @@ EXCLUDED = [
         {"lora": {"enabled": False}},
         "lora.enabled: expected true with method self-distillation",
     ),
+    ("medusa-2", {"optimisation": {"patience": 2}}, "optimisation.patience: expected null with method medusa-2"),
     ("medusa-2", {"data": {"cache_hidden": "c"}}, "data.cache_hidden: expected null with method medusa-2"),
     ("medusa-1", {"heads": {"shared_projection": True, "storage": "int8"}}, "heads.storage: expected float with"),
     (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from pathlib import Path
 
@@ -130,6 +131,36 @@ def test_a_small_model_is_measured_and_a_large_one_is_not(tmp_path, monkeypatch)
     rough = estimate.pace(config, shapes, rows, tokenizer, alone)
     assert rough.how == "operations"
     assert "a rough estimate" in estimate.describe_time(config, rows, rough)
+
+
+class Clock:
+    """A thread that works 0.1 s between two looks, and waits for a core the other times."""
+
+    def __init__(self, free):
+        self.worked, self.free = 0.0, free
+
+    def thread_time(self):
+        self.worked += 0.1
+        return self.worked
+
+    def perf_counter(self):
+        return self.worked / self.free
+
+
+@pytest.mark.parametrize("how", ["measured", "operations"])
+def test_other_programs_do_not_change_the_estimate_and_are_said(tmp_path, monkeypatch, how):
+    config, rows, _ = loaded(tmp_path)
+    shapes, tokenizer, alone = estimate.shapes_of(config), load_tokenizer(config.model), Processes(0, 1, CPU, False)
+    monkeypatch.setattr(estimate, "SMALL", estimate.SMALL if how == "measured" else 0)
+    lines = []
+    for free in (1.0, 0.25):  # the share of the time that other programs leave to this one
+        monkeypatch.setattr(estimate, "time", Clock(free))
+        pace = estimate.pace(config, shapes, rows, tokenizer, alone)
+        assert pace.how == how
+        lines.append(estimate.describe_time(config, rows, pace).splitlines())
+    (idle,), (busy, warning) = lines
+    assert busy == idle
+    assert re.search(r"the machine is busy: other programs had the core 75% of the time; .* takes about \d", warning)
 
 
 @pytest.mark.parametrize("method", ["medusa-2", "self-distillation"])

@@ -153,6 +153,7 @@ def moments(change: Callable[[torch.Tensor], Any]) -> Callable[[dict[str, Any]],
 NAN = float("nan")
 HUGE = torch.ones(1).expand(10**11)
 """A hundred thousand million elements, all of them the same four bytes."""
+MEASURED = {"accuracy": {"hits": [[1]], "total": [1]}, "model_loss": 1.0, "model_top1": 1.0}
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "state {}": (written(saving.STATE, b"{}"), "no digest"),
     "state []": (written(saving.STATE, b"[]"), "expected a JSON object"),
@@ -205,6 +206,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "seconds": (stated(seconds=NAN), "seconds nan"),
     "measured": (stated(measured={}), "measured: expected"),
     "measured's counts": (stated(measured={"accuracy": {"hits": [[1]], "total": [10**30]}}), "accuracy: expected"),
+    "best": (stated(best={}), "best: expected"),
+    "best's step": (stated(best={"step": 5, "later": 0, "measured": MEASURED}), "best: expected a step"),
+    "best's weights": (edited("best-0.pt", first(lambda w1: w1[:1].clone())), "best-0.pt: heads.w1: expected"),
+    "no best weights": (lambda checkpoint: (checkpoint / "best-0.pt").unlink(), "best-0.pt"),
     "rows": (stated(rows=1), "got one of 1"),
     "processes": (stated(processes=2), "got one of 2"),
     "data": (stated(data="x"), "the data has changed"),
@@ -231,7 +236,7 @@ def test_the_message_says_what_to_do(run: tuple[Config, Path]) -> None:
     assert (Path(config.output.folder) / "heads").is_dir()
 
 
-@pytest.mark.parametrize("name", [saving.STATE, saving.WEIGHTS, saving.OPTIMISER, "random-0.pt"])
+@pytest.mark.parametrize("name", [saving.STATE, saving.WEIGHTS, saving.OPTIMISER, "random-0.pt", "best-0.pt"])
 def test_any_changed_byte_is_refused_or_has_no_effect(run: tuple[Config, Path], name: str) -> None:
     """Bytes between the records of a file have no meaning; data that is read must equal what was written."""
     _, checkpoint = run
@@ -262,8 +267,8 @@ def alone() -> Any:
 
 def read(checkpoints: saving.Checkpoints, path: Path) -> list[Any]:
     state = saving.read_state(path)
-    weights, optimiser, numbers = checkpoints.load(path, state)
-    sums = {name: value.sum() for name, value in weights.items()}
+    weights, optimiser, numbers, best = checkpoints.load(path, state)
+    sums = [(name, value.sum()) for part in (weights, best) for name, value in part.items()]
     return [state, sums, optimiser["schedule"], numbers["torch"].sum()]
 
 

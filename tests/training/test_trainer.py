@@ -26,6 +26,7 @@ from medusa_decoding.training.data.encoding import ChatEncoder, encode_records
 from medusa_decoding.training.data.packing import PackedDataset
 from medusa_decoding.training.data.records import Report, read_records
 from medusa_decoding.training.loop import preflight, run, saving, trainer
+from medusa_decoding.training.loop.accuracy import HeadAccuracy
 from medusa_decoding.training.loop.backbone import TrainingBackbone
 from medusa_decoding.training.loop.objective import HIDDEN
 from medusa_decoding.training.loop.processes import Processes
@@ -400,6 +401,77 @@ def test_self_distillation_starts_at_its_teacher_and_ramps_the_heads_weight(shop
     weights = [line["lambda_0"] for line in lines]
     assert weights == sorted(weights)
     assert weights[-1] == pytest.approx(0.01)
+
+
+# The best on held-out data
+
+
+OVERFITTED = {"optimisation": {"learning_rate": 0.05, "epochs": 14.0}, "output": {"evaluate_steps": 4}}
+"""Settings of a run whose heads are best long before its last step."""
+
+
+@pytest.fixture(scope="module")
+def overfitted(shop, without_plots):
+    output = OVERFITTED["output"] | {"checkpoint_steps": 4, "keep_checkpoints": 99}
+    return train(workshop.config(shop[0].parent / "overfitted", *shop, **OVERFITTED | {"output": output}))
+
+
+def test_the_heads_that_were_best_on_held_out_data_are_written(overfitted):
+    lines = {line["step"]: line for line in curve(overfitted.folder) if "accuracy" in line}
+    tokens = {step: HeadAccuracy.from_json(line["accuracy"]).expected_tokens(16) for step, line in lines.items()}
+    best = max(tokens, key=tokens.get)
+    assert best < overfitted.steps - 8
+    assert (overfitted.heads_step, overfitted.measured.accuracy.to_json()) == (best, lines[best]["accuracy"])
+    assert [line["best_step"] for line in lines.values() if line["step"] >= best] == [best] * 6
+    weights = torch.load(overfitted.folder / "checkpoints" / f"step-{best:06d}" / saving.WEIGHTS, weights_only=True)
+    heads = read_heads(overfitted.heads).heads
+    assert all(torch.equal(heads.get_parameter(name[6:]), weight) for name, weight in weights.items())
+    assert f"The heads are those of step {best}: of all" in (overfitted.heads / "README.md").read_text()
+
+
+def test_a_resumed_run_writes_the_same_best_heads(shop, tmp_path, overfitted):
+    expected = heads_tensors(overfitted.folder)
+    for step in (overfitted.heads_step - 4, overfitted.heads_step, overfitted.steps):
+        folder = tmp_path / str(step)
+        shutil.copytree(overfitted.folder, folder, ignore=shutil.ignore_patterns("heads"))
+        for path in (folder / "checkpoints").iterdir():
+            if int(path.name.partition("-")[2]) > step:
+                shutil.rmtree(path)
+        result = train(workshop.config(folder, *shop, **OVERFITTED), resume=True)
+        assert result.heads_step == overfitted.heads_step
+        assert curve(folder) == curve(overfitted.folder)
+        assert all(torch.equal(tensor, expected[name]) for name, tensor in heads_tensors(folder).items())
+
+
+def test_a_run_ends_when_its_patience_does(shop, tmp_path, overfitted):
+    rates = OVERFITTED["optimisation"] | {"patience": 3}
+    config = workshop.config(tmp_path / "run", *shop, **OVERFITTED | {"optimisation": rates})
+    said = []
+    result = train(config, announce=said.append)
+    assert (result.heads_step, result.steps) == (overfitted.heads_step, overfitted.heads_step + 12)
+    assert f"ended after step {result.steps}: the last 3 evaluations were worse" in said
+    tensors = heads_tensors(tmp_path / "run")
+    expected = heads_tensors(overfitted.folder)
+    shutil.rmtree(result.heads)
+    again = train(config, resume=True)
+    assert again.steps == result.steps
+    for found in (tensors, heads_tensors(tmp_path / "run")):
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.slow
+def test_two_processes_with_divided_weights_keep_the_best_heads(shop, tmp_path, overfitted):
+    names = {"tests": str(Path(__file__).parent), "folder": str(tmp_path / "two"), "base": str(shop[0])}
+    names |= {"data": str(shop[1]), "method": "medusa-1", "options": OVERFITTED}
+    launch(LAUNCHED.format(**names) + CUT_BACK, tmp_path / "two", "full")
+    for folder in (tmp_path / "two", tmp_path / "two-before"):
+        lines = curve(folder)
+        assert lines[-1]["best_step"] < lines[-1]["step"]
+        written = json.loads((folder / "heads" / "measured.json").read_text())["accuracy"]
+        (best,) = (line for line in lines if line["step"] == lines[-1]["best_step"] and "accuracy" in line)
+        assert written == best["accuracy"]
+    before = heads_tensors(tmp_path / "two-before")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in heads_tensors(tmp_path / "two").items())
 
 
 # Stopping and resuming

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib
 import json
 import os
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,38 +59,53 @@ def run(args: argparse.Namespace) -> int:
     config = read_config(args)
     if args.check:
         return _check(config, args.resume)
+    if args.curve:
+        return _curve(config, args.resume, quiet=args.json)
     result = train(config, args.resume, quiet=args.json)
     if args.json:
         print(json.dumps(result))
     return 0
 
 
+def _curve(config: Config, resume: bool, quiet: bool) -> int:
+    from medusa_decoding.training.loop.curve import curve, describe
+
+    with _progress(quiet) as options:
+        found = curve(config, resume=resume, **options)
+    if int(os.environ.get("RANK", "0")) == 0:
+        print(json.dumps(found) if quiet else describe(found))
+    return 0
+
+
+@contextlib.contextmanager
+def _progress(quiet: bool) -> Iterator[dict[str, Any]]:
+    """Show a progress bar and messages unless `quiet`; yields the arguments of training that do so."""
+    bar = ProgressBar()
+    try:
+        yield {"watchers": [], "announce": lambda words: None} if quiet else {"watchers": [bar], "announce": _say}
+    finally:
+        bar.close()
+
+
 def train(config: Config, resume: bool, quiet: bool) -> dict[str, Any]:
     """Train with a progress bar unless `quiet`; return the result as plain values."""
     from medusa_decoding.training.loop import run as training_run
 
-    bar = ProgressBar()
-    try:
-        result = training_run.train(
-            config,
-            resume=resume,
-            watchers=[] if quiet else [bar],
-            announce=(lambda words: None) if quiet else _say,
-        )
-    finally:
-        bar.close()
+    with _progress(quiet) as options:
+        result = training_run.train(config, resume=resume, **options)
     return {
         "heads": str(result.heads),
         "base_model": result.base_model,
         "steps": result.steps,
         "seconds": round(result.seconds, 1),
+        "heads_step": result.heads_step,
         "held_out": None if result.measured is None else result.measured.to_json(),
     }
 
 
 def _init(args: argparse.Namespace) -> int:
     """Write a first config, and print what was decided and why."""
-    for name in ("config", "set", "resume", "check", "json"):
+    for name in ("config", "set", "resume", "check", "curve", "json"):
         if getattr(args, name):
             raise ValueError(
                 f"--init: expected no --{name} with it, got one; edit the file that --init writes, then run it"
@@ -182,6 +198,8 @@ class ProgressBar:
                 f"heads' top-1 {_shares(line['head_top1'])}"
             )
             return
+        if self._bar is not None and line["step"] < self._bar.n:
+            self.close()  # of another run, which ended early
         if self._bar is None:
             # Steps before the bar was there say nothing about the pace.
             self._bar = Progress(line["of"], "step", initial=line["step"])

@@ -178,6 +178,12 @@ class OptimisationConfig:
         0.0, "first stage, heads alone; Medusa-2: 2 unless heads.initial is given", "2.2.2; B.3", at_least(0)
     )
     max_steps: int | None = setting(None, "most steps per stage; null: by epochs", OURS, at_least(1))
+    patience: int | None = setting(
+        None,
+        "end after so many evaluations that are worse than the best; null: never (the best heads are kept anyway)",
+        OURS,
+        at_least(1),
+    )
     batch_size: int = setting(64, "rows per step, over all processes; self-distillation: 128", "B.3; 3.2", at_least(1))
     micro_batch_size: int = setting(1, "rows that a process computes at a time", OURS, at_least(1))
     weight_decay: float = setting(0.0, "of matrices", OURS, at_least(0))
@@ -376,6 +382,8 @@ class Config:
                 yield "lora.enabled", f"true with {quantization} (quantised weights cannot be trained)"
             if data.cache_hidden is not None:
                 yield "data.cache_hidden", f"null with method {method} (hidden states change during training)"
+            if rates.patience is not None:
+                yield "optimisation.patience", f"null with method {method} (only medusa-1 keeps its best heads)"
         if method == "self-distillation" and not lora.enabled:
             yield "lora.enabled", f"true with method {method} (its teacher is the model without the adapter)"
         if heads.shared_projection and heads.storage != "float":

@@ -16,6 +16,8 @@ Heads predict best what the model writes itself, so the config is for `medusa di
 questions, then the heads learn its answers. --recipe given-answers learns the data's own answers; --recipe paper does
 so with the settings of the paper's appendix B.
 --check says what a config would run: data, steps, memory, time, and which programs can read the heads.
+--curve says how many more answers would help: it also trains on parts of the records (nearly twice the time), and
+prints the held-out accuracies of each size, and those that it predicts for twice and ten times the records.
 
 With --resume a stopped run continues from its last checkpoint. At the end the output folder holds `heads` with a model
 card, for `medusa generate --model FOLDER/heads`, and the trained model or its adapter if there is one.
@@ -48,7 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--recipe", choices=("own-answers", "given-answers", "paper"), help=words)
     add_config(parser)
     parser.add_argument("--resume", action="store_true", help="continue from the last checkpoint in the output folder")
-    parser.add_argument(
+    one = parser.add_mutually_exclusive_group()
+    words = "train on an eighth, a quarter, a half and all of the records, and predict what more records would give"
+    one.add_argument("--curve", action="store_true", help=words)
+    one.add_argument(
         "--check", action="store_true", help="read settings and data, print what would run and what it takes, and stop"
     )
     parser.add_argument("--settings", action="store_true", help="print every setting with its default, and stop")

@@ -11,6 +11,9 @@ import torch
 from medusa_decoding.training.loss.chunked import TOP
 from medusa_decoding.trees.tree import Tree
 
+FIGURE_NODES = 16
+"""Nodes of the tree by which heads of one run are compared."""
+
 
 @dataclass
 class HeadAccuracy:
@@ -87,17 +90,33 @@ class HeadAccuracy:
 
 @dataclass(frozen=True)
 class Measured:
-    """Figures of held-out data: accuracy of the heads, and the model's own loss in nats per token and accuracy."""
+    """Figures of held-out data.
+
+    Attributes:
+        accuracy: of the heads.
+        model_loss, model_top1: the model's own loss in nats per token, and its accuracy.
+        head_losses: of each head, in nats per target within its vocabulary; empty in older checkpoints.
+    """
 
     accuracy: HeadAccuracy
     model_loss: float
     model_top1: float
+    head_losses: tuple[float, ...] = ()
+
+    @property
+    def figure(self) -> float:
+        """Expected tokens per step of the best tree of `FIGURE_NODES` nodes: what the best heads have most of.
+
+        Decoding uses the ranks of candidates only, so the loss of heads that are right but too sure does not count.
+        """
+        return self.accuracy.expected_tokens(FIGURE_NODES)
 
     def to_json(self) -> dict[str, Any]:
         """Return the figures as plain lists."""
         return {
             "model_loss": self.model_loss,
             "model_top1": self.model_top1,
+            "head_losses": list(self.head_losses),
             "head_top1": [row[0] for row in self.accuracy.cumulative],
             "accuracy": self.accuracy.to_json(),
         }
@@ -111,6 +130,7 @@ class Measured:
         """
         try:
             accuracy = HeadAccuracy.from_json(values["accuracy"])
-            return cls(accuracy, float(values["model_loss"]), float(values["model_top1"]))
+            losses = tuple(float(loss) for loss in values.get("head_losses", ()))
+            return cls(accuracy, float(values["model_loss"]), float(values["model_top1"]), losses)
         except (KeyError, TypeError) as error:
             raise ValueError(f"measured: expected accuracy, model_loss and model_top1, got {values!r:.80}") from error

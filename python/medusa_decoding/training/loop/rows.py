@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,10 +31,11 @@ class Rows:
     held_out_frequencies: Counter[int]
 
 
-def load_rows(config: Config, tokenizer: Any, vocab_size: int | None = None) -> Rows:
+def load_rows(config: Config, tokenizer: Any, vocab_size: int | None = None, part: int = 1) -> Rows:
     """Read, encode, split and pack the data of a configuration.
 
-    The model's vocabulary size bounds the ids of tokenized records; without it, the tokenizer's does.
+    The model's vocabulary size bounds the ids of tokenized records; without it, the tokenizer's does. Of the training
+    records, one of `part` is taken, at random; a smaller part is within each larger one.
 
     Raises:
         ValueError: unreadable data, too many bad records, nothing to learn, or settings that leave the answers to the
@@ -68,6 +70,10 @@ def load_rows(config: Config, tokenizer: Any, vocab_size: int | None = None) -> 
                 held_out.append(record)
     elif config.held_out_share > 0:
         records, held_out = data.split_records(records, config.held_out_share, settings.split_seed)
+
+    if part > 1:
+        random.Random(settings.split_seed).shuffle(records)
+        records = records[: max(1, len(records) // part)]
 
     def encode(part: Sequence[data.Record], report: data.Report) -> list[encoding.Example]:
         encoded = encoding.encode_records(part, encoder, report)

@@ -43,7 +43,9 @@ class Result:
     """The output folder of a run, the folder of its heads for `MedusaModel.from_pretrained`, and its figures.
 
     `base_model` is the model as named, or the folder of the trained one or of its adapter. `measured` is None without
-    held-out data. `steps` are those of the whole run, `seconds` were spent in them.
+    held-out data. `steps` were made in the whole run on `records` training records, and `seconds` were spent in them.
+    `heads_step` is the step that the heads are of: the best on held-out data, or the last one without it and if the
+    backbone was trained.
     """
 
     folder: Path
@@ -52,6 +54,8 @@ class Result:
     measured: Measured | None
     steps: int
     seconds: float
+    heads_step: int
+    records: int
 
 
 def train(
@@ -60,6 +64,7 @@ def train(
     resume: bool = False,
     watchers: Sequence[Watcher] = (),
     announce: Announce = lambda words: None,
+    part: int = 1,
 ) -> Result:
     """Train heads as a configuration says.
 
@@ -68,6 +73,7 @@ def train(
         resume: continue from the newest checkpoint in the output folder, which must be of the same configuration.
         watchers: receive each line of the log (main process only).
         announce: receives messages for people before and after the steps (main process only).
+        part: train on one of so many training records.
 
     Raises:
         ValueError: settings, data or a checkpoint that do not fit; nothing has been trained then.
@@ -76,11 +82,16 @@ def train(
     """
     processes = Processes.join(config.optimisation.sharding)
     with hold(config, processes):
-        return _train(config, processes, resume, watchers, announce if processes.main else lambda words: None)
+        return _train(config, processes, resume, watchers, announce if processes.main else lambda words: None, part)
 
 
 def _train(
-    config: Config, processes: Processes, resume: bool, watchers: Sequence[Watcher], announce: Announce
+    config: Config,
+    processes: Processes,
+    resume: bool,
+    watchers: Sequence[Watcher],
+    announce: Announce,
+    part: int,
 ) -> Result:
     folder = Path(config.output.folder)
     start = check(config, processes, resume)
@@ -88,7 +99,8 @@ def _train(
         announce(f"no checkpoint in {folder}: begins anew")
     torch.manual_seed(config.optimisation.seed)
     tokenizer = load_tokenizer(config.model)
-    rows = load_rows(config, tokenizer, stated_sizes(config.model.name, config.model.revision).get("vocab_size"))
+    vocabulary = stated_sizes(config.model.name, config.model.revision).get("vocab_size")
+    rows = load_rows(config, tokenizer, vocabulary, part)
     announce(
         f"{rows.records[0]} records in {len(rows.train)} rows ({rows.train.fill:.0%} filled), "
         f"{rows.records[1]} held out"
@@ -124,8 +136,13 @@ def _train(
         trainer.watchers.append(tensorboard(folder, trainer.at.done))
     announce(f"{trainer.steps} steps: " + ", ".join(f"{stage.steps} {stage.name}" for stage in trainer.stages))
     base, measured = write_results(trainer, rows, trainer.run())
+    if trainer.stopped:
+        announce(f"ended after step {trainer.at.done}: the last {config.optimisation.patience} evaluations were worse")
+    if trainer.best is not None:
+        announce(f"the heads are those of step {trainer.best.step}, the best on held-out data")
     announce(f"heads in {folder / 'heads'}, their base model is {base}")
-    return Result(folder, folder / "heads", base, measured, trainer.at.done, trainer.at.seconds)
+    step = trainer.at.done if trainer.best is None else trainer.best.step
+    return Result(folder, folder / "heads", base, measured, trainer.at.done, trainer.at.seconds, step, rows.records[0])
 
 
 def _states(config: Config, backbone: TrainingBackbone, rows: Rows, processes: Processes) -> StateCache | None:
@@ -245,6 +262,7 @@ def _facts(trainer: Trainer, base: str, rows: Rows, measured: Measured | None) -
         losses=[(line["step"], line["loss"]) for line in read_log(trainer.folder) if "loss" in line],
         steps=trainer.at.done,
         seconds=trainer.at.seconds,
+        best_step=None if trainer.best is None else trainer.best.step,
         held_out_report=rows.held_out_report,
         tokens=len(rows.train) * config.data.length,
         versions=versions("torch", "transformers"),

@@ -49,12 +49,18 @@ class Checkpoints:
         return next(reversed(self.all()), None)
 
     def save(
-        self, step: int, state: Mapping[str, Any], weights: Mapping[str, Any], optimiser: Mapping[str, Any]
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        weights: Mapping[str, Any],
+        optimiser: Mapping[str, Any],
+        best: Mapping[str, Any] | None = None,
     ) -> None:
         """Write a checkpoint after a step of the whole run; older ones go once it is complete.
 
         The main process gives the weights by name, and the state of optimiser and schedule. `state` has values for
-        JSON.
+        JSON. `best` are the weights of the best heads, unless they are those of this step; if weights are divided, the
+        part of each process.
 
         Raises:
             OSError: it could not be written (a full disk, say). Earlier checkpoints stay, and the newest is named.
@@ -69,6 +75,8 @@ class Checkpoints:
 
         def write() -> None:
             torch.save(random_state(processes.device), staging / f"random-{processes.rank}.pt")
+            if best is not None and (processes.main or processes.sharded):
+                torch.save(dict(best), staging / self.best_name)
             if processes.main:
                 torch.save(dict(weights), staging / WEIGHTS)
                 torch.save(dict(optimiser), staging / OPTIMISER)
@@ -110,23 +118,34 @@ class Checkpoints:
             os.rename(old, gone)
             shutil.rmtree(gone, ignore_errors=True)
 
-    def load(self, path: Path, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        """Read the weights, the optimiser and this process's random numbers; all processes fail if one does.
+    @property
+    def best_name(self) -> str:
+        """Name of the file of this process's best weights."""
+        return f"best-{self.processes.rank if self.processes.sharded else 0}.pt"
+
+    def load(
+        self, path: Path, state: Mapping[str, Any]
+    ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """Read the weights, the optimiser, this process's random numbers, and the best weights if they are others.
+
+        All processes fail if one does.
 
         Raises:
             ValueError: a damaged checkpoint, or one that does not match its `read_state`; it names the file.
         """
-        own = f"random-{self.processes.rank}.pt"
+        own, best = f"random-{self.processes.rank}.pt", self.best_name
 
         def read(name: str) -> dict[str, Any]:
             try:
-                if self.processes.main or name == own:
+                if self.processes.main or name in (own, best):
                     _check_records(path / name, state["files"].get(name))
                 return dict(torch.load(path / name, map_location="cpu", weights_only=True))
             except Exception as error:  # torch.load raises many types on damaged bytes
                 raise damaged(path, f"{name}: {error}") from error
 
-        return self.processes.each(lambda: (read(WEIGHTS), read(OPTIMISER), read(own)))
+        return self.processes.each(
+            lambda: (read(WEIGHTS), read(OPTIMISER), read(own), read(best) if best in state["files"] else {})
+        )
 
 
 def damaged(path: Path, reason: str) -> ValueError:
@@ -158,16 +177,18 @@ def read_state(path: Path) -> dict[str, Any]:
     return found
 
 
-def check_weights(path: Path, weights: Mapping[str, Any], expected: Mapping[str, torch.Tensor]) -> None:
+def check_weights(
+    path: Path, weights: Mapping[str, Any], expected: Mapping[str, torch.Tensor], file: str = WEIGHTS
+) -> None:
     """Raise `ValueError` for weights of other names, shapes or dtypes than the run's, or values that are not finite."""
     if weights.keys() != expected.keys():
         apart = min(map(str, weights.keys() ^ expected.keys()))
-        raise damaged(path, f"{WEIGHTS}: expected the weights that this run trains, got others, {apart:.80} say")
+        raise damaged(path, f"{file}: expected the weights that this run trains, got others, {apart:.80} say")
     try:
         for name, wanted in expected.items():
             _check_tensor(name, weights[name], tuple(wanted.shape), wanted.dtype)
     except ValueError as error:
-        raise damaged(path, f"{WEIGHTS}: {error}") from error
+        raise damaged(path, f"{file}: {error}") from error
 
 
 def check_optimiser(

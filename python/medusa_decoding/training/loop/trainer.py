@@ -54,6 +54,42 @@ from medusa_decoding.training.loss.chunked import TOP
 
 
 @dataclass
+class Best:
+    """The heads that were best on held-out data so far.
+
+    Attributes:
+        step: of the whole run, after which they were measured.
+        measured: their figures.
+        later: measurements since then, all of them worse.
+        weights: this process's part of each, on the CPU.
+    """
+
+    step: int
+    measured: Measured
+    later: int
+    weights: dict[str, Tensor]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything but the weights."""
+        return {"step": self.step, "measured": self.measured.to_json(), "later": self.later}
+
+    @classmethod
+    def from_json(cls, values: Any, done: int) -> Best:
+        """Read what `to_json` returned, in a run of `done` steps so far.
+
+        Raises:
+            ValueError: anything else.
+        """
+        try:
+            step, measured, later = values["step"], Measured.from_json(values["measured"]), values["later"]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"best: expected step, measured and later, got {values!r:.80}") from error
+        if type(step) is not int or type(later) is not int or not 0 < step <= done or not 0 <= later < done:
+            raise ValueError(f"best: expected a step of the {done} so far, got {step!r:.40} and {later!r:.40} later")
+        return cls(step, measured, later, {})
+
+
+@dataclass
 class Trainer:
     """Trains heads (in float32), and also the backbone's adapter or weights if the method says so.
 
@@ -78,6 +114,7 @@ class Trainer:
         self.objective = Objective(self.backbone, self.heads, self.config)
         self.at = Progress()
         self.measured: Measured | None = None
+        self.best: Best | None = None
         self._trained_names = list(self.backbone.trained())
         if self.processes.sharded:
             self.processes.shard(self.objective, self.backbone.decoder.layers)
@@ -87,7 +124,9 @@ class Trainer:
     # -- the run ---------------------------------------------------------------------------------------------------
 
     def run(self) -> Measured | None:
-        """Train until the end of the run; return the last figures of held-out data.
+        """Train until the end of the run; return the figures of the heads that it leaves in `heads`.
+
+        If the backbone is frozen and there is held-out data, they are the best heads, otherwise the last.
 
         Raises:
             FloatingPointError: the loss is not finite; names the step and the last good checkpoint.
@@ -99,7 +138,7 @@ class Trainer:
             if number > self.at.stage:
                 self.at.stage, self.at.step = number, 0
                 self._begin_stage(stage)
-            while self.at.step < stage.steps:
+            while self.at.step < stage.steps and not self.stopped:
                 started = time.monotonic()
                 last = self.at.step + 1 == stage.steps
                 logged = (self.at.step + 1) % output.log_steps == 0 or last or self.at.step == 0
@@ -111,11 +150,36 @@ class Trainer:
                     self._log(line | {"seconds": round(self.at.seconds, 2)})
                 evaluated = self.at.step % (output.evaluate_steps or self._steps_per_epoch) == 0 or last
                 if self.held_out is not None and evaluated:
-                    self.measured = self.measure(self.held_out)
-                    self._log({"stage": stage.name, "step": self.at.done} | self.measured.to_json())
-                if self.at.done % output.checkpoint_steps == 0 or last:
+                    self._evaluate(stage, self.held_out)
+                if self.at.done % output.checkpoint_steps == 0 or last or self.stopped:
                     self.save()
-        return self.measured
+        if self.best is None:
+            return self.measured
+        with torch.no_grad():
+            for name, weight in self._named().items():
+                own(weight).copy_(self.best.weights[name])
+        return self.best.measured
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the run ends early: `optimisation.patience` measurements since the best were worse."""
+        patience = self.config.optimisation.patience
+        return patience is not None and self.best is not None and self.best.later >= patience
+
+    def _evaluate(self, stage: Stage, rows: PackedDataset) -> None:
+        self.measured = self.measure(rows)
+        line = {"stage": stage.name, "step": self.at.done} | self.measured.to_json()
+        if not self.config.trains_backbone:  # heads fit the backbone of their own step
+            if self.best is None or self.measured.figure >= self.best.measured.figure:
+                self.best = Best(self.at.done, self.measured, 0, self._copies())
+            else:
+                self.best.later += 1
+            line["best_step"] = self.best.step
+        self._log(line)
+
+    def _copies(self) -> dict[str, Tensor]:
+        """Return copies of this process's parts of the trained weights, on the CPU."""
+        return {name: own(weight.detach()).to("cpu", copy=True) for name, weight in self._named().items()}
 
     @property
     def _steps_per_epoch(self) -> int:
@@ -293,7 +357,8 @@ class Trainer:
         accuracy = HeadAccuracy.empty(self.heads.num_heads)
         accuracy.add(hits, counts + outside)
         targets = max(float(sums["model_count"]), 1.0)
-        return Measured(accuracy, float(sums["model_sum"]) / targets, float(sums["model_hits"]) / targets)
+        losses = tuple((sums["head_sums"] / counts.clamp(min=1)).tolist())
+        return Measured(accuracy, float(sums["model_sum"]) / targets, float(sums["model_hits"]) / targets, losses)
 
     def store(self, storage: Storage) -> None:
         """Round own projections as their 8-bit storage does, to measure them. The trained values are lost.
@@ -337,11 +402,13 @@ class Trainer:
             "sharded": self.processes.sharded,
             "config": self.config.to_yaml(),
             "measured": None if self.measured is None else self.measured.to_json(),
+            "best": None if self.best is None else self.best.to_json(),
         }
         weights = self.trained()
         moments = self.processes.optimiser_state(self.objective, self.optimiser)
         optimiser = {"optimiser": moments, "schedule": self.schedule.state_dict()}
-        self.checkpoints.save(self.at.done, state, weights, optimiser)
+        best = None if self.best is None or self.best.step == self.at.done else self.best.weights
+        self.checkpoints.save(self.at.done, state, weights, optimiser, best)
 
     def resume(self, path: Path) -> None:
         """Continue from a checkpoint.
@@ -364,12 +431,19 @@ class Trainer:
         try:
             self.at = Progress.from_state(state, self.stages)
             self.measured = None if state["measured"] is None else Measured.from_json(state["measured"])
+            best = state.get("best")  # older checkpoints have none
+            self.best = None if best is None else Best.from_json(best, self.at.done)
         except ValueError as error:
             raise damaged(path, f"{STATE}: {error}") from error
-        weights, optimiser, numbers = self.checkpoints.load(path, state)
+        weights, optimiser, numbers, kept = self.checkpoints.load(path, state)
         if self.at.stage > 0:
             self._begin_stage(self.stages[self.at.stage])
         self._restore(path, weights, optimiser)
+        if self.best is not None:
+            self.best.weights = self._copies()
+            if self.best.step < self.at.done:
+                check_weights(path, kept, self.best.weights, self.checkpoints.best_name)
+                self.best.weights = kept
         try:
             restore_random(numbers, self.processes.device)
         except Exception as error:  # each generator raises its own type
