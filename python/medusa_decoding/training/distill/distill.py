@@ -164,7 +164,7 @@ def generate_records(
         report.before = report.records
         if progress is not None:
             progress(report)
-        waiting = (
+        waiting: Iterator[Seed] = (
             seed for seed in _encoded(seeds, encoder, settings, limit, report) if not file.has(seed.number, seed.digest)
         )
         if (first := next(waiting, None)) is not None:

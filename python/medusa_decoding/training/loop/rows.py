@@ -97,7 +97,7 @@ def load_rows(config: Config, tokenizer: Any, vocab_size: int | None = None, par
     if train is None:
         raise ValueError(f"data.train: expected something to learn, got nothing; {report}")
     counts: tuple[Counter[int], Counter[int]] = Counter(), Counter()
-    for part, count in zip((examples, held_out_examples), counts, strict=True):
-        for example in part:
-            count.update(example.ids[example.learnt].tolist())
+    for group, frequencies in zip((examples, held_out_examples), counts, strict=True):
+        for example in group:
+            frequencies.update(example.ids[example.learnt].tolist())
     return Rows(train, measured, report, held_out_report, (len(records), len(held_out)), *counts)
