@@ -127,7 +127,8 @@ def memory(config: Config, shapes: Shapes) -> dict[str, int]:
       product) + 4 V' H (one head's operand). If the backbone is trained, 12 C V more; with soft labels 8 C V' + 2 V' H
       (the teacher's logits, its probabilities, and its operand).
 
-    Left out: the program itself and its libraries (about 1 GB on the host; about 0.5 GB of a GPU), and fragmentation.
+    Left out: the program itself and its libraries (about 1 GB on the host; about 0.5 GB of a GPU), fragmentation, and
+    on the host the best heads so far (4 h, `Trainer.best`) and what a checkpoint is written from.
     """
     rates, e = config.optimisation, DTYPES.get(config.model.dtype, torch.bfloat16).itemsize
     whole = config.trains_backbone and not config.lora.enabled
