@@ -32,6 +32,7 @@ import os
 import random
 import tempfile
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ from typing import Any
 
 import torch
 import transformers
+from tqdm.auto import tqdm
 from transformers import StaticCache
 
 from benchmarks import harness, llama_cpp_server
@@ -183,13 +185,13 @@ def runs(name: str, side: Side) -> bool:
 @contextlib.contextmanager
 def loaded(args: argparse.Namespace) -> Iterator[dict[str, Side]]:
     """Load the model in each dtype, with its heads, and the files of llama.cpp."""
-    base = pretrained.load_model(args.model, dtype=torch.float32).eval()
-    tokenizer, sides, servers = pretrained.load_tokenizer(args.model), {}, []
     source = find_gguf(args.model)
     if args.llama and (source is None or llama_cpp_server.version(args.llama) is None):
         raise ValueError(
             f"--llama: expected an interpreter that imports xllamacpp and --model FILE.gguf, got {args.llama}"
         )
+    base = pretrained.load_model(args.model, dtype=torch.float32).eval()
+    tokenizer, sides, servers = pretrained.load_tokenizer(args.model), {}, []
 
     def start(file: Path, exact: bool, draft: bool) -> llama_cpp_server.Server:
         servers.append(llama_cpp_server.Server(args.llama, file, CONTEXT, args.threads, draft, exact))
@@ -242,9 +244,9 @@ def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
 
 def questions(folder: Path, count: int) -> Iterator[tuple[str, int, Prompt]]:
     """Yield set, number and prompt; the sets take turns."""
-    read = {name: spread(read_prompts([find(folder, file)], distinct=True), count) for name, file in SETS.items()}
-    for number, row in enumerate(itertools.zip_longest(*read.values())):
-        yield from ((name, number, one) for name, one in zip(read, row, strict=True) if one is not None)
+    files = {name: spread(read_prompts([find(folder, file)], distinct=True), count) for name, file in SETS.items()}
+    for number, row in enumerate(itertools.zip_longest(*files.values())):
+        yield from ((name, number, one) for name, one in zip(files, row, strict=True) if one is not None)
 
 
 def tuning_prompts(folder: Path, conversations: Conversations) -> list[torch.Tensor]:
@@ -253,58 +255,65 @@ def tuning_prompts(folder: Path, conversations: Conversations) -> list[torch.Ten
     return [torch.tensor([conversations.encode(one)[:BUCKET]]) for one in chosen]
 
 
-def measure(sides: Mapping[str, Side], args: argparse.Namespace, path: Path) -> list[dict[str, Any]]:
-    """Answer what raw.jsonl has no line of, and return all lines.
+def ready(sides: Mapping[str, Side], args: argparse.Namespace, path: Path) -> dict[str, Callable[[Asked], Timed]]:
+    """Choose what is not chosen in raw.jsonl yet, and return the ways after some texts that are not timed.
 
     Raises:
         ValueError: the file has lines of another machine, commit or other settings.
     """
-    settings = described(args)
-    lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    if not lines:
+    settings, before = described(args), {}
+    for line in read(path):
+        if line.get("settings", settings) != settings:
+            other = [name for name, value in settings.items() if line["settings"].get(name) != value]
+            raise ValueError(f"--out: expected an empty folder or one with the same {', '.join(other)}, got {path}")
+        before |= line.get("chosen", {})
+    if not path.exists():
         append_line(path, {"settings": settings})
-    elif lines[0]["settings"] != settings:
-        other = [name for name, value in settings.items() if lines[0]["settings"].get(name) != value]
-        raise ValueError(f"--out: expected an empty folder or one with the same {', '.join(other)}, got {path}")
-    before = {dtype: chosen for line in lines for dtype, chosen in line.get("chosen", {}).items()}
     for dtype, side in sides.items():
         side.chosen = before.get(dtype, {})
         if not side.chosen and side.bench.model is not None:
             side.choose()
             append_line(path, {"chosen": {dtype: side.chosen}})
+        side.bench.new_tokens = 16
     ways = {
         f"{dtype}/{name}": WAYS[name](side) for dtype, side in sides.items() for name in args.ways if runs(name, side)
     }
-    first = next(iter(sides.values())).bench
-    for new_tokens in (16, args.max_new_tokens):
-        for side in sides.values():
-            side.bench.new_tokens = new_tokens
-        if new_tokens < args.max_new_tokens:
-            for way in ways.values():  # not timed
-                for asked in first.tuning[:2]:
-                    way(asked)
-    known = {(line["set"], line["number"], line["turn"]): line for line in lines if "set" in line}
+    for way, asked in itertools.product(ways.values(), sides[args.dtypes[0]].bench.tuning[:2]):
+        way(asked)
+    for side in sides.values():
+        side.bench.new_tokens = args.max_new_tokens
+    return ways
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """Return the lines of a file; none if it is not there."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def measure(
+    sides: Mapping[str, Side], args: argparse.Namespace, asked: Sequence[tuple[str, int, Prompt]], path: Path
+) -> list[dict[str, Any]]:
+    """Answer what raw.jsonl has no line of, and return the lines of all answers."""
+    ways, first = ready(sides, args, path), sides[args.dtypes[0]].bench
+    known = {(line["set"], line["number"], line["turn"]): line for line in read(path) if "set" in line}
     shuffler = random.Random(len(known))
     conversations = Conversations(first.model, first.tokenizer)
     room = min(CONTEXT, first.model.backbone.context_limit) - args.max_new_tokens
-    for name, number, prompt in questions(args.data, args.prompts):
+    for name, number, prompt in tqdm(asked, unit="prompt", disable=None):
         turns, answer = conversations.turns(prompt), None
         for turn in range(1, len(prompt.turns) + 1):
-            ids = turns.send(answer)
-            line = known.get((name, number, turn))
-            if line is None and len(ids) > room:
-                break
-            if line is None:
+            ids, key = turns.send(answer), (name, number, turn)
+            if key not in known:
+                if len(ids) > room:
+                    break
                 found = harness.in_turn(ways, Asked(number, torch.tensor([ids])), shuffler)
-                line = {"set": name, "number": number, "turn": turn, "category": prompt.category}
-                line |= {"answer": found[f"{args.dtypes[0]}/{PLAIN}"][0].text, "ways": raw(found)}
-                line["surprise"] = surprises(sides, torch.tensor([ids]), found)
-                append_line(path, line)
-                print(
-                    name, number, turn, {way: round(one["seconds"], 2) for way, one in line["ways"].items()}, flush=True
-                )
-            known[name, number, turn] = line
-            answer = line["answer"]
+                known[key] = {
+                    "set": name, "number": number, "turn": turn, "category": prompt.category,
+                    "answer": found[f"{args.dtypes[0]}/{PLAIN}"][0].text, "ways": raw(found),
+                    "surprise": surprises(sides, torch.tensor([ids]), found),
+                }  # fmt: skip
+                append_line(path, known[key])
+            answer = known[key]["answer"]
     return list(known.values())
 
 
@@ -425,13 +434,16 @@ def main() -> None:
     if load > 0.5:
         print(f"the machine is not idle: {load:.1f} programs ran in the last minute; figures will be wrong", flush=True)
     transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore", FutureWarning)  # the cache's argument has another name since transformers 5.24
+    torch._dynamo.config.recompile_limit = 64  # a compiled step for each dtype and size of the cache
+    asked = list(questions(args.data, args.prompts))
     out = args.out or harness.RESULTS / "published" / harness.machine_slug()
     out.mkdir(parents=True, exist_ok=True)
     with torch.no_grad(), loaded(args) as sides:
         left_out = [name for name in args.ways if not any(runs(name, side) for side in sides.values())]
         if left_out:
             print("left out, for want of --heads or --llama:", "; ".join(left_out), flush=True)
-        lines = measure(sides, args, out / "raw.jsonl")
+        lines = measure(sides, args, asked, out / "raw.jsonl")
         chosen = {dtype: side.chosen for dtype, side in sides.items()}
     found = summary(lines)
     record = {"benchmark": "published", "settings": described(args), "chosen": chosen, "load_average": load,
