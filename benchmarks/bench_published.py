@@ -306,7 +306,8 @@ def measure(
             if key not in known:
                 if len(ids) > room:
                     break
-                found = harness.in_turn(ways, Asked(number, torch.tensor([ids])), shuffler)
+                unordered = harness.in_turn(ways, Asked(number, torch.tensor([ids])), shuffler)
+                found = {way: unordered[way] for way in ways}
                 known[key] = {
                     "set": name, "number": number, "turn": turn, "category": prompt.category,
                     "answer": found[f"{args.dtypes[0]}/{PLAIN}"][0].text, "ways": raw(found),
