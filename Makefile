@@ -219,7 +219,7 @@ COUNTED := campaign-replay campaign-heads campaign-heads-sampled campaign-chat-h
 TIMED := campaign-ops campaign-generate campaign-adaptive campaign-lookup campaign-linear campaign-prefill-float32 \
 	campaign-prefill-bfloat16 $(MODELS:%=campaign-steps-%) campaign-roofline $(MODELS:%=campaign-models-%) \
 	$(foreach stage,long batch-4 batch-8 chat-models,$(LARGE:%=campaign-$(stage)-%)) campaign-serve $(ABLATIONS) \
-	campaign-alpaca $(CHAT_ABLATIONS) campaign-tune campaign-table-2 campaign-published
+	campaign-alpaca $(CHAT_ABLATIONS) campaign-tune campaign-table-2
 # What is trained for a campaign belongs to one commit, like its stamps.
 RUNS = runs/campaign/$(COMMIT)
 ON_CPU := PYTHONUNBUFFERED=1 PYTHONPATH=.:python timeout 590 $(BIN)/python
@@ -359,7 +359,7 @@ campaign-alpaca: runs/chat/heads/heads
 	$(call stage,$(call with,OTHER_CHATS,$(ABLATE) figure-3b $(EXACT) --prompts $(OTHER_CHATS) --limit 80 --turns 1 \
 		--out benchmarks/results/alpaca --model runs/chat/heads/heads --nodes 4 --max-new-tokens 128))
 
-# Hours; an interrupted run is continued by the same command.
+# Hours, so `campaign` leaves it out; an interrupted run is continued by the same command.
 campaign-published: $(EDITABLE)
 	$(call stage,$(call with,GGUF PROMPT_FILES,PYTHONUNBUFFERED=1 PYTHONPATH=.:python $(BIN)/python -m benchmarks.bench_published \
 		--model $(GGUF) --data $(PROMPT_FILES) $(PUBLISHED_HEADS:%=--heads %) $(LLAMA:%=--llama %)))
