@@ -44,7 +44,8 @@ def trained(monkeypatch):
 
     def train(config, **options):
         asked.append((config, options))
-        return SimpleNamespace(measured=None, heads="out/heads", base_model="../model", steps=7, seconds=1.0)
+        result = {"heads": "out/heads", "base_model": "../model", "steps": 7, "heads_step": 7, "seconds": 1.0}
+        return SimpleNamespace(measured=None, **result)
 
     monkeypatch.setattr(training_run, "train", train)
     return asked

@@ -4,7 +4,19 @@ import math
 
 import pytest
 import torch
-from formulas import CASES, HEADS, HIDDEN, MAP, VOCAB, Largest, gradients, plain_targets, random_heads, random_text
+from formulas import (
+    CASES,
+    HEADS,
+    HIDDEN,
+    MAP,
+    VOCAB,
+    Largest,
+    gradients,
+    of_parents,
+    plain_targets,
+    random_heads,
+    random_text,
+)  # fmt: skip
 from torch import nn
 
 from medusa_decoding import MedusaHeads
@@ -50,7 +62,8 @@ def plain_soft(hidden, heads, labels, weight, segments=None, tokens=None):
             p = (teacher if heads.token_map is None else teacher[heads.token_map]).softmax(-1)
             own = logits[t, k]
             if heads.parent_rank:
-                own = own + heads.parent_tokens[tokens[t + k + 1]] @ heads.parent_mix[k] @ heads.candidate_tokens.T
+                parent = of_parents(heads, heads.parent_tokens)[tokens[t + k + 1]]
+                own = own + parent @ heads.parent_mix[k] @ heads.candidate_tokens.T
             q = own.softmax(-1)
             losses.append((p * (p.log() - q.log())).sum())
         total = total + 0.8 ** (k + 1) * sum(losses) / len(losses)

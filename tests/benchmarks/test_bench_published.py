@@ -56,6 +56,7 @@ def test_figures_are_sums_over_prompts_and_their_turns():
 @pytest.mark.slow
 def test_a_run_is_continued_and_its_texts_are_transformers(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(bench_published, "compiled", dict)  # compiling takes a minute
+    monkeypatch.setattr(bench_published.transformers.logging, "set_verbosity_error", lambda: None)  # for other tests
     monkeypatch.setattr(bench_published, "SETS", {"mt_bench": "mt_bench.jsonl", "dev": "dev.jsonl"})
     monkeypatch.setattr(bench_published, "COPIED", (4,))
     monkeypatch.setattr(bench_published, "NODES", (4,))
