@@ -148,7 +148,7 @@ def arranged(heads, lm_head, hidden, root, tree, embed_tokens=None):
 def test_children_are_the_topk_given_their_own_parent(kind):
     tree = Tree([[0], [1], [5], [0, 0], [0, 2], [1, 0], [1, 1], [5, 0], [0, 2, 0], [1, 0, 0], [1, 0, 30], [5, 0, 0]])
     token_map = torch.randperm(70, generator=torch.Generator().manual_seed(1))[:50] if "trimmed" in kind else None
-    heads, lm_head = wide_heads(4, token_map=token_map, shared="shared" in kind)
+    heads, lm_head = wide_heads(4, token_map=token_map, shared="shared" in kind, seed=1)
     generator = torch.Generator().manual_seed(2)
     hidden, root = torch.randn(5, 8, generator=generator), torch.randint(0, 70, (5,), generator=generator)
     with torch.no_grad():
@@ -159,7 +159,7 @@ def test_children_are_the_topk_given_their_own_parent(kind):
     # Cousins of one rank differ, and so do the root's children: plain heads would fail here.
     first = [tree.choices.index(path) + 1 for path in ([0, 0], [1, 0], [5, 0])]
     assert sum(len({row[node] for node in first}) > 1 for row in found) >= 3
-    assert sum(row[1:4] != plain[1:4] for row, plain in zip(found, without, strict=True)) >= 4
+    assert all(row[1:4] != plain[1:4] for row, plain in zip(found, without, strict=True))
 
 
 @pytest.mark.parametrize("called", [False, True], ids=["op", "module"])
