@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import itertools
 import json
 import sys
 import time
@@ -132,19 +131,15 @@ class Batch:
         left = [index for index in range(len(self.prompts)) if index not in done]
         if not left:
             return
-        slots, new = min(self.args.slots or SLOTS, len(left)), self.args.max_new_tokens
-        waiting = iter(left)
-        common = {"ends": self._ends, "max_new_tokens": new, **self.settings}
-        with Answers(self.model, slots, self.context, **common) as answers:
-            while True:
-                for index in itertools.islice(waiting, answers.room):
-                    seed = {} if self._seed is None else {"seed": self._seed + index}
-                    text = AnswerText(self.encoder.tokenizer, stops)
-                    answers.ask(Answer(index, self.prompts[index].where, text), self.ids[index], **seed)
-                answer = answers.next()
-                if answer is None:
-                    return
-                yield answer
+        common = {"ends": self._ends, "max_new_tokens": self.args.max_new_tokens, **self.settings}
+        with Answers(self.model, min(self.args.slots or SLOTS, len(left)), self.context, **common) as answers:
+
+            def ask(index: int) -> None:
+                seed = {} if self._seed is None else {"seed": self._seed + index}
+                answer = Answer(index, self.prompts[index].where, AnswerText(self.encoder.tokenizer, stops))
+                answers.ask(answer, self.ids[index], **seed)
+
+            yield from answers.each(iter(left), ask)
 
     def line(self, answer: Answer) -> dict[str, Any]:
         """Return the line of an answer that has ended."""

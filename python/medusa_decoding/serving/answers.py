@@ -5,15 +5,18 @@ Each answer is what `MedusaModel.generate` gives its prompt alone; answers come 
 
 from __future__ import annotations
 
+import itertools
 import queue
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from medusa_decoding.chat.streaming import AnswerText
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.serving.engine import Engine
 from medusa_decoding.serving.ticket import Delta, Ticket
+
+Asked = TypeVar("Asked")
 
 
 @dataclass(eq=False)
@@ -70,23 +73,31 @@ class Answers:
     Args:
         model: see `Engine`.
         slots: prompts that run at once. As many again wait, so that no slot is empty.
-        context: the most tokens of a prompt and its answer; None as in `Engine`.
+        context: the most tokens of a prompt and its answer; memory is taken for `slots` of that length.
         settings: of every prompt, as `Engine.submit` takes them.
 
     Raises:
         ValueError, MemoryError: as `Engine`.
     """
 
-    def __init__(self, model: MedusaModel, slots: int, context: int | None = None, **settings: Any) -> None:
+    def __init__(self, model: MedusaModel, slots: int, context: int, **settings: Any) -> None:
         # A row leaves its slot a moment after its last delta: the queue has room for that.
         self._engine, self._most = Engine(model, slots=slots, context=context, queue=2 * slots), 2 * slots
         self._settings, self._running = settings, 0
         self._delivered: queue.SimpleQueue[tuple[Answer, Delta]] = queue.SimpleQueue()
 
-    @property
-    def room(self) -> int:
-        """How many prompts may be asked before `next` is called."""
-        return self._most - self._running
+    def each(self, waiting: Iterator[Asked], ask: Callable[[Asked], None]) -> Iterator[Answer]:
+        """Yield each answer when it ends, and have `ask` call `Answers.ask` for what waits as soon as there is room.
+
+        Whoever gets an answer may ask one more prompt before the next answer, such as a further question.
+        """
+        while True:
+            for asked in itertools.islice(waiting, self._most - self._running):
+                ask(asked)
+            answer = self.next()
+            if answer is None:
+                return
+            yield answer
 
     def ask(self, answer: Answer, prompt: Sequence[int], **settings: Any) -> None:
         """Submit a prompt whose answer will be `answer`; `settings` as in `Engine.submit`.

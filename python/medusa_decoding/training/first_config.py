@@ -390,7 +390,7 @@ def _lengths(values: _Values, encoder: ChatEncoder, found: _Data) -> tuple[list[
     values.add("data.length", length, why)
     if values.distills:
         values.add("generation.max_new_tokens", new_tokens, "most tokens per answer; few answers should be cut")
-        values.add("generation.batch_size", 32, "answers written at once")
+        values.add("generation.batch_size", 16 if values.gpu else 32, "answers written at once")
         if found.kinds["text"]:
             values.add("generation.prompt_tokens", max(16, min(TEXT_PROMPT, length - new_tokens)))
         sizes = [(size - new // 2, new // 2) for size, new in sizes]  # most answers end earlier

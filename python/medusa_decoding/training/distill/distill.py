@@ -206,12 +206,7 @@ def _answered(
         answer = Answer(seed, seed.record.where)
         answers.ask(answer, seed.prompt, seed=number, max_new_tokens=min(settings.max_new_tokens, seed.room))
 
-    while True:
-        for seed in itertools.islice(waiting, answers.room):
-            ask(seed)
-        answer = answers.next()
-        if answer is None:
-            return
+    for answer in answers.each(waiting, ask):
         report.seconds = time.perf_counter() - start
         report.new_tokens += len(answer.tokens)
         report.steps += len(answer.accepted)
