@@ -12,6 +12,8 @@ from medusa_decoding.cli import main
 from medusa_decoding.training.distill import distill
 from medusa_decoding.training.distill.record_file import asked_of
 from medusa_decoding.training.loop import run as training_run
+from medusa_decoding.training.loop.backbone import TrainingBackbone
+from medusa_decoding.training.loop.log import read_log
 
 QUESTIONS = [["how are you", "and then"], ["hello"], ["tell me more", "why"], ["a seat", "ten", "more"], ["no"]]
 
@@ -228,3 +230,23 @@ def test_distillation_and_training_write_heads(capsys, place, method):
         given = [weight for weight in place.chat.model.parameters() if weight.ndim == 2]
         changed = any(bool((one != other).any()) for one, other in zip(trained, given, strict=True))
         assert changed == (method == "self-distillation")
+
+
+def test_training_reads_the_states_of_the_answers_instead_of_running_the_model(place, tmp_path, monkeypatch):
+    ran, hidden = [], TrainingBackbone.hidden
+    monkeypatch.setattr(TrainingBackbone, "hidden", lambda self, batch: ran.append(1) or hidden(self, batch))
+    rates = {"optimizer": "adamw", "batch_size": 2, "epochs": 3, "learning_rate": 2e-3, "warmup_steps": 1}
+    data = {"cache_hidden": str(tmp_path / "states"), "held_out_share": 0.0, "length": 60}
+    output = {"folder": str(tmp_path / "out"), "tensorboard": False, "log_steps": 1}
+    sections = {"optimisation": rates, "heads": {"num_heads": 2}, "output": output}
+    assert place.run("--json", method="medusa-1", data=data, **sections) == 0
+    assert not ran
+    values = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    values["data"] |= {"train": [{"path": str(place.file)}], "cache_hidden": None}
+    values["output"]["folder"] = str(tmp_path / "without")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(values))
+    assert main(["train", "--config", str(tmp_path / "config.yaml"), "--json"]) == 0
+    assert ran
+    found, expected = ([line["loss"] for line in read_log(tmp_path / name)] for name in ("out", "without"))
+    assert len(found) > 2
+    assert found == pytest.approx(expected, rel=1e-4)

@@ -49,13 +49,14 @@ def of_parents(heads, table):
 
 
 def plain_targets(labels, segments, offset, token_map=None):
-    """The label `offset` positions later, by a walk over positions."""
+    """The label `offset` positions later, by a walk over positions, where the next token is learnt too."""
     found, outside = [], 0
     rows = None if token_map is None else {int(token): row for row, token in enumerate(token_map)}
     for t in range(len(labels)):
         later = t + offset
         target = IGNORE
-        if later < len(labels) and labels[later] != IGNORE and (segments is None or segments[later] == segments[t]):
+        learnt = later < len(labels) and labels[later] != IGNORE and labels[t + 1] != IGNORE
+        if learnt and (segments is None or segments[later] == segments[t]):
             target = int(labels[later])
             if rows is not None:
                 target = rows.get(target, IGNORE)

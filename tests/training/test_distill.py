@@ -7,6 +7,7 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import toy
@@ -16,8 +17,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from medusa_decoding import MedusaHeads, MedusaModel, Tree
 from medusa_decoding.files import only_writer
 from medusa_decoding.training.config import GenerationConfig, SourceConfig
-from medusa_decoding.training.data.encoding import ChatEncoder, encode_records, fingerprint
+from medusa_decoding.training.data.answer_states import AnswerStates
+from medusa_decoding.training.data.encoding import ChatEncoder, Example, encode_records, fingerprint
 from medusa_decoding.training.data.records import Record, Report, read_records
+from medusa_decoding.training.data.resumable import companion
 from medusa_decoding.training.distill import distill
 from medusa_decoding.training.distill.distill import generate_records
 from medusa_decoding.training.distill.record_file import asked_of, finished
@@ -130,6 +133,41 @@ def test_answers_equal_transformers_turn_by_turn(generate, chatml, with_heads):
     steps = sum(end - start - 1 for _, spans in expected for start, end in spans)
     assert report.steps < steps if with_heads else report.steps == steps
     assert report.tokens_per_step == pytest.approx(steps / report.steps)
+
+
+@pytest.mark.parametrize("turns", ["joint", "each"])
+def test_saved_states_are_those_that_transformers_computes(generate, chatml, turns):
+    model = language_model(chatml)
+    lines = generate(model, chatml, records(), save_states=True, turns=turns)
+    file = companion(generate.path, "states")
+
+    def missing():
+        """Compare all states that are there, and return how many are not."""
+        saved, count = AnswerStates(file, 32, torch.float32), 0
+        for line in lines:
+            learnt = np.zeros(len(line["input_ids"]), bool)
+            for start, end in line["learnt"]:
+                learnt[start:end] = True
+            found = saved.get(Example(np.array(line["input_ids"], np.int32), learnt, "", False))
+            if found is None:
+                count += 1
+                continue
+            expected = model.model(torch.tensor([line["input_ids"]])).last_hidden_state[0]
+            expected[:-1][~torch.from_numpy(learnt[1:])] = 0.0
+            expected[-1] = 0.0
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        return count
+
+    with torch.no_grad():
+        assert missing() == 0
+        with file.open("rb+") as stream:  # as if a kill had left half of the last block
+            stream.truncate(file.stat().st_size - 5)
+        assert missing() == 1
+        generate.path.unlink()
+        for what in ("settings", "finished"):
+            companion(generate.path, what).unlink()
+        assert generate(model, chatml, records(), save_states=True, turns=turns) == lines
+        assert missing() == 0
 
 
 @pytest.mark.parametrize("turns", ["joint", "each"])

@@ -12,7 +12,7 @@ import workshop
 from torch.utils.flop_counter import FlopCounterMode
 
 from medusa_decoding.training import Config
-from medusa_decoding.training.data.targets import number_segments, shifted_labels
+from medusa_decoding.training.data.targets import draft_labels, number_segments
 from medusa_decoding.training.loop import estimate
 from medusa_decoding.training.loop.backbone import TrainingBackbone, load_tokenizer
 from medusa_decoding.training.loop.estimate import Pace, Shapes
@@ -94,7 +94,7 @@ def test_operations_are_those_that_torch_counts(tmp_path, kind, targets):
     positions = batch["input_ids"].numel()
     # All heads project the positions that have a target for some head.
     labels, segments = batch["labels"].flatten(), number_segments(batch["position_ids"])
-    learnt = int((shifted_labels(labels, range(2, 5), segments=segments) >= 0).any(0).sum())
+    learnt = int((draft_labels(labels, 3, segments=segments) >= 0).any(0).sum())
     with FlopCounterMode(display=False) as of_backbone, torch.no_grad():
         hidden = trainer.backbone.hidden(batch)
     with FlopCounterMode(display=False) as of_heads:
@@ -115,6 +115,10 @@ def test_the_time_of_a_run_counts_passes_updates_and_measurements(tmp_path):
     assert pace.seconds(config(), 12, 4) == pytest.approx(steps + measured)
     # Cached states save the backbone's passes of the second epoch.
     assert pace.seconds(config(cache_hidden="c"), 12, 4) == pytest.approx(steps + measured - 3 * 2 * 3)
+    # States saved with the answers save those of the first epoch as well.
+    (tmp_path / "d.states").touch()
+    saved = config(cache_hidden="c", train=[{"path": str(tmp_path / "d")}])
+    assert pace.seconds(saved, 12, 4) == pytest.approx(steps + measured - 6 * 2 * 3)
 
 
 def test_a_small_model_is_measured_and_a_large_one_is_not(tmp_path, monkeypatch):

@@ -146,6 +146,7 @@ def _generate(args: argparse.Namespace, config: Config, file: Path, asked: dict[
             length=None if data.overlong == "split" else data.length,
             resume=args.resume,
             asked=asked,
+            save_states=data.cache_hidden is not None,
             progress=None if args.json else bar,
         )
     except KeyboardInterrupt:

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import torch
+
 from medusa_decoding.chat.streaming import AnswerText
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.serving.engine import Engine
@@ -31,6 +33,7 @@ class Answer:
         ticket: of its generation, once it was submitted.
         steps: that have added tokens to the answer.
         finish: why the answer has ended: "stop" or "length"; None until then.
+        states: those from which the model predicted the tokens, [H] each, if they were asked for.
     """
 
     asked: Any
@@ -40,6 +43,7 @@ class Answer:
     ticket: Ticket | None = None
     steps: int = 0
     finish: str | None = None
+    states: list[torch.Tensor] = field(default_factory=list)
 
     def take(self, delta: Delta) -> bool:
         """Add a step's tokens, up to the one that completes a stop string; return whether this has ended the answer."""
@@ -47,6 +51,8 @@ class Answer:
             return False
         if delta.error is not None:
             raise ValueError(f"{self.where}: {delta.error}") from delta.error
+        if delta.state is not None and delta.tokens:
+            self.states.append(delta.state)
         self.steps += bool(self.tokens and delta.tokens)  # the first token is the prefill's
         for token in delta.tokens:
             self.tokens.append(token)
@@ -74,15 +80,17 @@ class Answers:
         model: see `Engine`.
         slots: prompts that run at once. As many again wait, so that no slot is empty.
         context: the most tokens of a prompt and its answer; memory is taken for `slots` of that length.
+        states: collect the hidden states of the answers, of a model without heads.
         settings: of every prompt, as `Engine.submit` takes them.
 
     Raises:
         ValueError, MemoryError: as `Engine`.
     """
 
-    def __init__(self, model: MedusaModel, slots: int, context: int, **settings: Any) -> None:
+    def __init__(self, model: MedusaModel, slots: int, context: int, states: bool = False, **settings: Any) -> None:
         # A row leaves its slot a moment after its last delta: the queue has room for that.
-        self._engine, self._most = Engine(model, slots=slots, context=context, queue=2 * slots), 2 * slots
+        self._engine = Engine(model, slots=slots, context=context, queue=2 * slots, states=states)
+        self._most = 2 * slots
         self._settings, self._running = settings, 0
         self._delivered: queue.SimpleQueue[tuple[Answer, Delta]] = queue.SimpleQueue()
 

@@ -76,6 +76,7 @@ class Engine:
             or as many as fit into memory if these are fewer.
         queue: the most requests that wait for a slot.
         stall_seconds: how long each prompt may keep running rows waiting between two steps, roughly.
+        states: deliver with each token the hidden state from which the model predicted it (`Delta.state`).
 
     Attributes:
         model: see above.
@@ -96,7 +97,10 @@ class Engine:
         context: int | None = None,
         queue: int = 64,
         stall_seconds: float = 0.1,
+        states: bool = False,
     ) -> None:
+        if states and model.heads is not None:
+            raise ValueError("states: expected False with heads (their steps have several tokens), got True")
         for name, value, least in (("slots", slots, 1), ("context", context, 2), ("queue", queue, 0)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise ValueError(f"{name}: expected a whole number of at least {least}, got {value!r}")
@@ -113,7 +117,7 @@ class Engine:
             self.context, self.memory = self._fit(slots, context)
             check_own_config(model, self.context)
             state = steps.pool.acquire(self._sizes(slots, self.context), self.context + self._spare)
-            self._scheduler = Scheduler(model, steps, Slots(state, steps.pool.track), stall_seconds)
+            self._scheduler = Scheduler(model, steps, Slots(state, steps.pool.track), stall_seconds, states)
         self._changed = threading.Condition()  # guards the queue
         self._deadline: float | None = None  # when running rows are cancelled; None while requests are taken
         self._thread: threading.Thread | None = None

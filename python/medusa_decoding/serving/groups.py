@@ -30,6 +30,7 @@ class Launched:
         tree: of the step.
         policy: that chose the tree.
         made: whether the step was compiled or captured first.
+        hidden: [B, H], the states that the step has left of the rows, if they are delivered.
     """
 
     rows: list[Row]
@@ -37,6 +38,7 @@ class Launched:
     tree: Tree
     policy: Policy
     made: bool
+    hidden: torch.Tensor | None = None
 
 
 class Group:

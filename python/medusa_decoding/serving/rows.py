@@ -83,13 +83,16 @@ class Row:
         """New tokens so far."""
         return len(self.text) - len(self.ticket.prompt)
 
-    def take(self, tokens: list[int], ended: bool, error: BaseException | None = None) -> Finish | None:
+    def take(
+        self, tokens: list[int], ended: bool, error: BaseException | None = None, state: torch.Tensor | None = None
+    ) -> Finish | None:
         """Add a step's tokens, deliver them, and return why the row has ended, if it has.
 
         Args:
             tokens: emitted by the step.
             ended: whether the step itself ended the row.
             error: what went wrong with this row, whose tokens are then dropped.
+            state: that from which a single token was predicted, to deliver with it.
         """
         if error is not None:
             self.end(Delta([], "error", error=error))
@@ -107,7 +110,7 @@ class Row:
         elif ended or self.emitted >= self.budget or self._late:
             finish = "length"
         self.ended = finish is not None
-        self.ticket.deliver(Delta(tokens, finish, self._logprobs(len(tokens))))
+        self.ticket.deliver(Delta(tokens, finish, self._logprobs(len(tokens)), state=state))
         return finish
 
     def end(self, delta: Delta) -> None:

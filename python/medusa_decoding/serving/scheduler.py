@@ -24,6 +24,7 @@ from medusa_decoding.decode.policy import FixedTree, Policy
 from medusa_decoding.decode.prefill import PREFILL_CHUNK, prefill_chunks
 from medusa_decoding.decode.runtime.progress import Progress, Watch
 from medusa_decoding.decode.runtime.steps import Steps
+from medusa_decoding.decode.state import DecodeState
 from medusa_decoding.decode.verify import HostTokenSelector
 from medusa_decoding.generation.session import common_length
 from medusa_decoding.model import MedusaModel
@@ -86,13 +87,17 @@ class Scheduler:
         steps: its steps, with a pool of their own.
         slots: places of the rows.
         stall_seconds: how long each prompt may keep running rows waiting in a round, roughly.
+        states: deliver with each token the hidden state from which it was predicted; for models without heads.
 
     Attributes:
         waiting: rows in the order in which they are admitted.
         counts: what has been done so far.
     """
 
-    def __init__(self, model: MedusaModel, steps: Steps, slots: Slots, stall_seconds: float) -> None:
+    def __init__(
+        self, model: MedusaModel, steps: Steps, slots: Slots, stall_seconds: float, states: bool = False
+    ) -> None:
+        self.states = states
         self.model, self.steps, self.slots, self.stall_seconds = model, steps, slots, stall_seconds
         self.groups = Groups(slots)
         self.waiting: deque[Row] = deque()
@@ -244,7 +249,7 @@ class Scheduler:
             going = []
             if cached is None:
                 self._watch.record(view)
-                going = self._started(prefill, self._watch.read())
+                going = self._started(prefill, self._watch.read(), self._hidden(view))
             view.finished.fill_(True)  # they have ended or go on later; steps of others leave such rows as they are
         except Exception as error:
             logger.exception("engine: a prefill failed; its requests end")
@@ -268,14 +273,18 @@ class Scheduler:
             prefill.cached = cached
         return True
 
-    def _started(self, prefill: _Prefill, progress: Progress) -> list[tuple[Row, int]]:
+    def _hidden(self, view: DecodeState) -> torch.Tensor | None:
+        """Return a copy of the rows' states [B, H], which the next step overwrites, if they are to be delivered."""
+        return view.hidden.clone() if self.states else None
+
+    def _started(self, prefill: _Prefill, progress: Progress, hidden: torch.Tensor | None) -> list[tuple[Row, int]]:
         """Take the first token of each row whose prompt has run; return those that go on, with their slots."""
         going = []
         for place, (row, error) in enumerate(zip(prefill.rows, prefill.group.errors(), strict=True)):
             slot = prefill.slot + place
             if row.ended:
                 continue
-            finish = self._take(row, slot, progress, place, error)
+            finish = self._take(row, slot, progress, place, error, hidden)
             if finish != "error":
                 self.slots.texts[slot] = row.text  # which grows with the row
             if finish is None:
@@ -301,7 +310,7 @@ class Scheduler:
         view.step.zero_()
         made = self._step_for(tree)(view, selector, limits)
         watch.record(view)
-        group.unread.append(Launched(list(group.rows), group.errors(), tree, policy, bool(made)))
+        group.unread.append(Launched(list(group.rows), group.errors(), tree, policy, bool(made), self._hidden(view)))
         self.counts.steps += 1
         self.counts.tree_nodes[tree.num_nodes] += 1
         self._read(group, 0 if isinstance(selector, HostTokenSelector) else watch.late)
@@ -318,20 +327,28 @@ class Scheduler:
                 if row.ended:  # by the step before this one, or cancelled
                     continue
                 before = row.emitted
-                if self._take(row, self.groups.slot(row), progress, place, error) is not None:
+                if self._take(row, self.groups.slot(row), progress, place, error, launched.hidden) is not None:
                     self.groups.leave(row)
                 committed.append(row.emitted - before)
             seconds = None if launched.made else progress.work
             launched.policy.observe(launched.tree, seconds, [count for count in committed if count])
 
-    def _take(self, row: Row, slot: int, progress: Progress, place: int, error: Exception | None) -> Finish | None:
+    def _take(
+        self,
+        row: Row,
+        slot: int,
+        progress: Progress,
+        place: int,
+        error: Exception | None,
+        hidden: torch.Tensor | None,
+    ) -> Finish | None:
         """Take what a step or a prefill has left of a row; return why the row has ended, if it has."""
         if error is None and progress.broken[place]:
             got = f"got NaN or infinity after {row.emitted} new tokens"
             error = FloatingPointError(f"model: expected finite logits, {got}")
         before = row.emitted
         tokens = [] if error is not None else progress.tokens(place, progress.counts[place] - before)
-        finish = row.take(tokens, progress.finished[place], error)
+        finish = row.take(tokens, progress.finished[place], error, None if hidden is None else hidden[place])
         if error is not None:
             self.slots.texts[slot] = []
         self.counts.new_tokens += row.emitted - before

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
+
 Finish = Literal["stop", "length", "cancelled", "error"]
 """Why a generation ended: an end token, its budget, `Ticket.cancel`, or an exception."""
 
@@ -44,12 +46,14 @@ class Delta:
         finish: None while the generation goes on.
         logprobs: one entry per token if the request asked for them, else None.
         error: the exception if `finish` is "error".
+        state: if the engine delivers states, that from which the one token was predicted, [H], else None.
     """
 
     tokens: list[int]
     finish: Finish | None = None
     logprobs: list[TokenLogprobs] | None = None
     error: BaseException | None = None
+    state: torch.Tensor | None = None
 
 
 @dataclass(eq=False)

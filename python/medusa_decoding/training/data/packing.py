@@ -84,7 +84,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         labels = np.full(self._length, IGNORE, dtype=np.int64)
         positions = np.zeros(self._length, dtype=np.int64)
         start = 0
-        for example in (self._examples[place] for place in self.rows[number]):
+        for example in self.examples(number):
             end = start + len(example.ids)
             ids[start:end] = example.ids
             labels[start:end] = np.where(example.learnt, example.ids, IGNORE)
@@ -95,6 +95,10 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         positions[start:] = np.arange(self._length - start)
         found = {"input_ids": ids, "labels": labels, "position_ids": positions}
         return {name: torch.from_numpy(array) for name, array in found.items()}
+
+    def examples(self, number: int) -> list[Example]:
+        """Return the examples of a row, in their order."""
+        return [self._examples[place] for place in self.rows[number]]
 
     @property
     def fill(self) -> float:

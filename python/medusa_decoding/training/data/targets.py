@@ -82,10 +82,22 @@ def shifted_labels(
     return found
 
 
+def draft_labels(
+    labels: Tensor, num_heads: int, *, segments: Tensor | None = None, token_map: Tensor | None = None
+) -> Tensor:
+    """Return the labels that heads learn: k + 2 positions later for head k, where the next token is learnt too.
+
+    Heads draft only from positions whose next token, the root, the model has just written. Arguments, result and errors
+    are as in `shifted_labels`.
+    """
+    found = shifted_labels(labels, range(1, num_heads + 2), segments=segments, token_map=token_map)
+    return found[1:].masked_fill(found[0] == IGNORE, IGNORE)
+
+
 def head_targets(
     labels: Tensor, heads: MedusaHeads, segments: Tensor | None = None, tokens: Tensor | None = None
 ) -> Targets:
-    """Return the targets of all heads, k + 2 positions later for head k, and their parents, k + 1 positions later.
+    """Return the targets of all heads (see `draft_labels`), and their parents, k + 1 positions later.
 
     Args:
         labels: int64 [T], see `shifted_labels`.
@@ -96,7 +108,7 @@ def head_targets(
     Raises:
         ValueError: as `shifted_labels`; tokens of another shape or dtype, or outside the vocabulary.
     """
-    found = shifted_labels(labels, range(2, heads.num_heads + 2), segments=segments, token_map=heads.token_map)
+    found = draft_labels(labels, heads.num_heads, segments=segments, token_map=heads.token_map)
     parents = None
     if tokens is not None:
         check_vector("tokens", tokens, len(labels))

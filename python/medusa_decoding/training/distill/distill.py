@@ -28,10 +28,12 @@ from medusa_decoding.model import MedusaModel
 from medusa_decoding.provenance import fingerprint
 from medusa_decoding.serving.answers import Answer, Answers
 from medusa_decoding.training.config import GenerationConfig
+from medusa_decoding.training.data.answer_states import AnswerStates
 from medusa_decoding.training.data.encoding import ChatEncoder
 from medusa_decoding.training.data.records import EXAMPLES, Record
+from medusa_decoding.training.data.resumable import companion
 from medusa_decoding.training.data.sources import BadRecordError
-from medusa_decoding.training.distill.record_file import RecordFile
+from medusa_decoding.training.distill.record_file import STATES, RecordFile
 from medusa_decoding.training.distill.seeds import Seed
 from medusa_decoding.trees.tree import Tree
 
@@ -127,6 +129,7 @@ def generate_records(
     length: int | None = None,
     resume: bool = False,
     asked: Any = None,
+    save_states: bool = False,
     progress: Callable[[GenerationReport], None] | None = None,
 ) -> GenerationReport:
     """Have a model answer the user turns of seeds, and write one record per answered seed.
@@ -137,8 +140,9 @@ def generate_records(
 
     Seeds are conversations, whose answers are dropped, and texts, whose first tokens are continued. With `turns="each"`
     there is one record per answer, with prompts that are rendered anew. A record has at most `length` tokens (None: the
-    model's context). `asked` is kept with the report, for `record_file.finished`; `progress` is called with the report
-    so far after each answer. See `ChatEncoder` for the template and its arguments.
+    model's context). With `save_states`, the hidden states from which a model without heads predicted its answers are
+    kept next to the file (`AnswerStates`). `asked` is kept with the report, for `record_file.finished`; `progress` is
+    called with the report so far after each answer. See `ChatEncoder` for the template and its arguments.
 
     Returns:
         The final report, which is also written next to the file.
@@ -169,9 +173,18 @@ def generate_records(
         )
         if (first := next(waiting, None)) is not None:
             waiting = itertools.chain([first], waiting)
-            with Answers(model, settings.batch_size, limit, ends=ends, **_sampling(settings, config)) as answers:
+            saved = None
+            if save_states and model.heads is None:
+                weight = model.backbone.causal_lm.model.norm.weight
+                saved = AnswerStates(companion(out, STATES), len(weight), weight.dtype)
+            drawn = _sampling(settings, config)
+            with Answers(model, settings.batch_size, limit, saved is not None, ends=ends, **drawn) as answers:
                 for seed in _answered(answers, waiting, ends, settings, report):
-                    for record in file.append(seed.lines() if not seed.prompt else []):
+                    lines = seed.lines() if not seed.prompt else []
+                    if saved is not None:
+                        for line, states in zip(lines, seed.states(), strict=False):
+                            saved.add(line["input_ids"], line["learnt"], states)
+                    for record in file.append(lines):
                         report.add(record)
                     if progress is not None:
                         progress(report)
@@ -212,7 +225,7 @@ def _answered(
         report.steps += len(answer.accepted)
         report._stepped += sum(answer.accepted) + len(answer.accepted)
         seed = answer.asked
-        seed.take(answer.tokens, ends)
+        seed.take(answer.tokens, ends, answer.states)
         if seed.prompt:
             ask(seed)
         yield seed

@@ -15,6 +15,9 @@ from typing import Any
 from medusa_decoding.files import read_json_object, whole_file, write_json
 from medusa_decoding.training.data.resumable import ResumableFile, companion
 
+STATES = "states"
+"""The companion of a file of records that has hidden states, an `AnswerStates`."""
+
 
 class RecordFile(ResumableFile):
     """A file of records generated with some settings; its folder is made.
@@ -97,6 +100,12 @@ def _without_tokens(record: Any) -> dict[str, Any]:
     if any(len(span) != 2 or span[0] > span[1] for span in learnt):
         raise ValueError("expected spans [start, end]")
     return known
+
+
+def saved_states(path: Path, weights: str) -> bool:
+    """Return whether there are hidden states next to a file of records, of a model with this fingerprint."""
+    stated = companion(path, "settings")
+    return companion(path, STATES).is_file() and read_json_object(stated).get("model") == weights
 
 
 def finished(path: Path, asked: Any) -> dict[str, Any] | None:

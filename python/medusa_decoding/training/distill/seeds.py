@@ -10,9 +10,12 @@ answer.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
+
+import torch
 
 from medusa_decoding.chat.template import PROBE, Message, open_tokens
 from medusa_decoding.training.config import GenerationConfig
@@ -49,6 +52,7 @@ class Seed:
         self._spans: list[tuple[int, int]] = []
         self._cut = 0
         self._lines: list[dict[str, Any]] = []
+        self._states: list[Sequence[torch.Tensor]] = []
         if record.text is not None:
             self.turns, self.prompt = 1, open_tokens(encoder.tokenizer, record.text)[: settings.prompt_tokens]
             if not self.prompt:
@@ -78,8 +82,12 @@ class Seed:
         """How many turns have been answered."""
         return len(self._spans)
 
-    def take(self, answer: Sequence[int], ends: Collection[int]) -> None:
-        """Add the tokens of an answer to the prompt, and make the next prompt if there is one; `ends` end an answer."""
+    def take(self, answer: Sequence[int], ends: Collection[int], states: Sequence[torch.Tensor] = ()) -> None:
+        """Add the tokens of an answer to the prompt, and make the next prompt if there is one; `ends` end an answer.
+
+        `states` are those from which the tokens were predicted, [H] each, if they are kept.
+        """
+        self._states.append(states)
         ids = [*self.prompt, *answer]
         closed = bool(answer) and answer[-1] in ends
         span, self.prompt = (len(self.prompt), len(ids)), []
@@ -112,6 +120,10 @@ class Seed:
             {"seed": source | {"part": part, "parts": of}, "ended": self.ended} | line
             for part, line in enumerate(self._lines, start=1)
         ]
+
+    def states(self) -> list[Sequence[torch.Tensor]]:
+        """Return the states of each record's answers, in their order."""
+        return [list(itertools.chain.from_iterable(self._states))] if self._joint else self._states
 
     def _line(self, content: Mapping[str, Any], ids: list[int], spans: list[tuple[int, int]]) -> dict[str, Any]:
         tokens = {"learnt": [list(span) for span in spans], "input_ids": ids}

@@ -10,6 +10,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -20,6 +21,8 @@ from medusa_decoding.checkpoints.exporting import readers
 from medusa_decoding.decode.runtime.memory import available, size
 from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.training.config import Config
+from medusa_decoding.training.data.resumable import companion
+from medusa_decoding.training.distill.record_file import STATES
 from medusa_decoding.training.loop.backbone import DTYPES, NAME, TrainingBackbone
 from medusa_decoding.training.loop.heads import make_heads, new_heads
 from medusa_decoding.training.loop.processes import Processes
@@ -223,7 +226,8 @@ class Pace:
         for stage in stages(config, rows):
             epochs = stage.steps * rates.batch_size / rows
             passes = stage.steps * rates.batch_size / micro
-            read = min(1.0, epochs) / epochs if config.data.cache_hidden is not None else 1.0
+            saved = all(companion(Path(source.path), STATES).is_file() for source in config.data.train)
+            read = 1.0 if config.data.cache_hidden is None else 0.0 if saved else min(1.0, epochs) / epochs
             total += passes * (self.backbone * read + self.heads) + stage.steps * self.update
             # Measuring has no gradients, of about two thirds of the work.
             measured = max(1, round(epochs)) if rates.max_steps is None else 1

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.training.config import Config
-from medusa_decoding.training.data.targets import IGNORE, number_segments, shifted_labels
+from medusa_decoding.training.data.targets import IGNORE, draft_labels, number_segments, shifted_labels
 from medusa_decoding.training.loop.backbone import TrainingBackbone
 from medusa_decoding.training.loss.language import combined_loss, distillation_loss, language_loss, without_adapter
 from medusa_decoding.training.loss.medusa import head_weights, medusa_loss
@@ -25,10 +25,9 @@ HIDDEN = "hidden"
 def count_targets(batch: dict[str, Any], num_heads: int, token_map: Tensor | None) -> Tensor:
     """Return how many targets of a batch the model itself has, and each head; int64 [1 + K]."""
     labels, segments = batch["labels"].flatten(), number_segments(batch["position_ids"])
-    targets = shifted_labels(labels, range(1, num_heads + 2), segments=segments, token_map=token_map)
-    counts = (targets >= 0).sum(1)
-    counts[0] = (targets[0] != IGNORE).sum()  # the model's vocabulary is not trimmed
-    return counts
+    own = shifted_labels(labels, [1], segments=segments) != IGNORE  # the model's vocabulary is not trimmed
+    drafts = draft_labels(labels, num_heads, segments=segments, token_map=token_map) >= 0
+    return torch.cat([own, drafts]).sum(1)
 
 
 class Objective(nn.Module):

@@ -20,7 +20,9 @@ from medusa_decoding.files import read_json_object, whole_folder, write_json
 from medusa_decoding.provenance import fingerprint as weights_fingerprint
 from medusa_decoding.provenance import versions
 from medusa_decoding.training.config import Config
-from medusa_decoding.training.distill.record_file import asked_of
+from medusa_decoding.training.data.answer_states import AnswerStates
+from medusa_decoding.training.data.resumable import companion
+from medusa_decoding.training.distill.record_file import STATES, asked_of, saved_states
 from medusa_decoding.training.loop import card
 from medusa_decoding.training.loop.accuracy import HeadAccuracy, Measured
 from medusa_decoding.training.loop.backbone import DTYPES, TrainingBackbone, load_tokenizer
@@ -153,7 +155,16 @@ def _states(config: Config, backbone: TrainingBackbone, rows: Rows, processes: P
     facts["weights"] = weights_fingerprint(backbone.causal)
     shape = len(rows.train), config.data.length, int(backbone.causal.config.hidden_size)
     key = fingerprint(rows.train, facts)
-    return StateCache(Path(config.data.cache_hidden), key, shape, DTYPES[model.dtype], processes)
+    cache = StateCache(Path(config.data.cache_hidden), key, shape, DTYPES[model.dtype], processes)
+
+    def take() -> None:
+        for source in config.data.train if processes.main else ():
+            if saved_states(Path(source.path), facts["weights"]):
+                file = companion(Path(source.path), STATES)
+                cache.take(rows.train, AnswerStates(file, shape[2], DTYPES[model.dtype]))
+
+    processes.each(take)
+    return cache
 
 
 def write_results(trainer: Trainer, rows: Rows, measured: Measured | None) -> tuple[str, Measured | None]:

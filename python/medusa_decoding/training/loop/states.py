@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from medusa_decoding.files import only_writer, read_json_object, write_json
+from medusa_decoding.training.data.answer_states import AnswerStates
 from medusa_decoding.training.data.packing import PackedDataset
 from medusa_decoding.training.loop.processes import Processes
 
@@ -78,6 +79,19 @@ class StateCache:
         if not bool(torch.isfinite(found).all()):
             raise ValueError(f"{self._file}: expected finite states, got others in rows {rows}; remove the folder")
         return found
+
+    def take(self, rows: PackedDataset, saved: AnswerStates) -> int:
+        """Take over the rows all of whose examples have saved states; return how many."""
+        taken = 0
+        for number in range(len(rows)):
+            found = [saved.get(example) for example in rows.examples(number)]
+            states = [one for one in found if one is not None]
+            if len(states) == len(found):
+                row = self._states.new_zeros(self._states.shape[1:])
+                torch.cat(states, out=row[: sum(map(len, states))])
+                self.put([number], row[None])
+                taken += 1
+        return taken
 
     def put(self, rows: Sequence[int], states: Tensor) -> None:
         """Write the states of rows, unless they are not finite."""

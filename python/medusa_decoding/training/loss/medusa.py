@@ -56,6 +56,7 @@ def medusa_loss(
 ) -> Loss:
     """Medusa-1's loss: the sum over heads of lambda_k times the mean cross-entropy of head k (equation 1).
 
+    Heads learn from positions whose next token is labelled too (`draft_labels`): it is the root that they draft after.
     Computes only the positions that have a target for some head, and reads their number back from the device.
 
     Args:

@@ -1,0 +1,72 @@
+"""Hidden states of answers, saved while a model writes them, so that training need not compute them again.
+
+`records.jsonl.states` next to `records.jsonl` has one block per record: a hash of its tokens and of which of them are
+learnt, a count, and the states after the final norm from which the model predicted the learnt tokens, in their order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from medusa_decoding.training.data.encoding import Example
+
+_KEY = 16
+
+
+class AnswerStates:
+    """A file of states [count, H] in one dtype; a half-written block at its end is removed.
+
+    Args:
+        file: made if it is missing.
+        hidden_size: H.
+        dtype: of the states.
+    """
+
+    def __init__(self, file: Path, hidden_size: int, dtype: torch.dtype) -> None:
+        self._file, self._hidden, self._dtype = file, hidden_size, dtype
+        self._places: dict[bytes, tuple[int, int]] = {}
+        file.touch()
+        size, end, row = file.stat().st_size, 0, hidden_size * dtype.itemsize
+        with file.open("rb+") as stream:
+            while len(head := stream.read(_KEY + 8)) == _KEY + 8:
+                count, start = int.from_bytes(head[_KEY:], "little"), end + len(head)
+                if start + count * row > size:
+                    break
+                end = start + count * row
+                self._places[head[:_KEY]] = start, count
+                stream.seek(end)
+            stream.truncate(end)
+
+    def add(self, ids: Sequence[int], spans: Iterable[tuple[int, int]], states: Sequence[torch.Tensor]) -> None:
+        """Append the states of a record, [H] each: its tokens, and the spans [start, end) of them that are learnt."""
+        learnt = np.zeros(len(ids), np.bool_)
+        for start, end in spans:
+            learnt[start:end] = True
+        data = torch.stack(list(states)).to("cpu", self._dtype).view(torch.uint8).numpy().tobytes()
+        key, count = _key(np.array(ids), learnt), len(states)
+        with self._file.open("ab") as stream:
+            self._places[key] = stream.tell() + _KEY + 8, count
+            stream.write(key + count.to_bytes(8, "little") + data)
+
+    def get(self, example: Example) -> torch.Tensor | None:
+        """Return an example's states [T, H], zero if the next token is not learnt; None if there are none."""
+        start, count = self._places.get(_key(example.ids, example.learnt), (0, 0))
+        before = torch.from_numpy(np.flatnonzero(example.learnt[1:]))
+        if not count or count != len(before):
+            return None
+        with self._file.open("rb") as stream:
+            stream.seek(start)
+            data = bytearray(stream.read(count * self._hidden * self._dtype.itemsize))
+        states = torch.zeros(len(example.ids), self._hidden, dtype=self._dtype)
+        states[before] = torch.frombuffer(data, dtype=self._dtype).view(count, self._hidden)
+        return states
+
+
+def _key(ids: np.ndarray, learnt: np.ndarray) -> bytes:
+    content = np.ascontiguousarray(ids, np.int64).tobytes() + np.ascontiguousarray(learnt, np.bool_).tobytes()
+    return hashlib.blake2b(content, digest_size=_KEY).digest()
