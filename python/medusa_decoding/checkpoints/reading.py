@@ -21,7 +21,7 @@ from medusa_decoding.checkpoints.layout import DTYPES, HeadTensors, Layout, chec
 from medusa_decoding.checkpoints.original import REVISION
 from medusa_decoding.checkpoints.pretrained import stated_sizes
 from medusa_decoding.files import read_json_object
-from medusa_decoding.gguf_files import check_gguf, find_gguf
+from medusa_decoding.gguf_files import PACKAGE, check_gguf, find_gguf
 from medusa_decoding.heads import MedusaHeads
 
 _log = logging.getLogger(__name__)
@@ -180,14 +180,16 @@ def fetch_folder(
 ) -> Path:
     """Return the folder of a checkpoint; of one on the hub, the files that match the patterns are fetched.
 
-    A GGUF file is returned itself. Any other name that is neither a folder nor a repository within reach is a
-    `ValueError`.
+    A GGUF file is returned itself, also that of an installed package. Any other name that is neither a folder nor a
+    repository within reach is a `ValueError`.
     """
     if not isinstance(path_or_hub_id, (str, Path)):
         got = type(path_or_hub_id).__name__
         remedy = " (write_heads writes heads that are in memory)" if isinstance(path_or_hub_id, MedusaHeads) else ""
         raise ValueError(f"{name}: expected a folder or hub id, got {got}{remedy}")
-    path = Path(path_or_hub_id).expanduser()
+    in_package = str(path_or_hub_id).startswith(PACKAGE)
+    path = find_gguf(path_or_hub_id) if in_package else Path(path_or_hub_id).expanduser()
+    assert path is not None
     if path.is_dir():
         return path.resolve()
     if path.suffix.lower() == ".gguf":

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from medusa_decoding.gguf_files import check_gguf, find_gguf
+from medusa_decoding.demo import CHECKPOINT, HEADS
+from medusa_decoding.gguf_files import SMOLLM2, check_gguf, find_gguf
 from medusa_decoding.options import ACCEPTANCES, BACKENDS, DTYPES, PROMPT_TOKENS, TURNS
 from medusa_decoding.trees.tree import Tree
 
@@ -41,15 +42,19 @@ def path(value: str) -> Path:
 
 
 def model(value: str) -> str:
-    """Parse the name of a model; a GGUF file is checked at once, because models take long to load."""
+    """Parse the name of a model; a GGUF file is checked at once, because models take long to load.
+
+    `smollm2` becomes the folder of the package's heads for that model, whose file must be installed.
+    """
     value = text(value)
+    known = HEADS.get(value) if not Path(value).exists() else None
     try:
-        file = find_gguf(value)
+        file = find_gguf(value if known is None else SMOLLM2)
         if file is not None:
             check_gguf(file)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-    return value
+    return value if known is None else str(known)
 
 
 def at_least_one(text: str) -> int:
@@ -163,7 +168,10 @@ def add_option(
 
 def add_model(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that name the model, its dtype and its device."""
-    words = "folder or hub id of the heads, or a model without heads, as for --base-model (default: the embedded demo)"
+    words = (
+        "folder or hub id of the heads, smollm2 for those in this package, or a model without heads, as for "
+        "--base-model (default: the embedded demo)"
+    )
     add_option(parser, "--model HEADS", model, words)
     words = "the base model: a folder, a hub id or a GGUF file (default: the one the heads name)"
     add_option(parser, "--base-model BASE", model, words)
@@ -196,9 +204,12 @@ def add_backend(parser: argparse.ArgumentParser, words: str = "how steps run, as
     parser.add_argument("--backend", choices=BACKENDS, default="auto", help=words)
 
 
-def add_decoding(parser: argparse.ArgumentParser, new_tokens: int) -> None:
-    """Add the arguments of decoding; `new_tokens` is the default limit."""
-    add_option(parser, "--max-new-tokens N", at_least_one, "new tokens at most", new_tokens)
+def add_decoding(parser: argparse.ArgumentParser, new_tokens: int | str) -> None:
+    """Add the arguments of decoding; `new_tokens` is the default limit, or says what it is where None stands for it."""
+    if isinstance(new_tokens, str):
+        add_option(parser, "--max-new-tokens N", at_least_one, f"new tokens at most (default: {new_tokens})")
+    else:
+        add_option(parser, "--max-new-tokens N", at_least_one, "new tokens at most", new_tokens)
     add_option(
         parser,
         "--tree TREE",
@@ -315,7 +326,7 @@ def load_tokenizer(args: argparse.Namespace) -> Any:
     """Load the tokenizer, at the same revision as the base model; raise `ValueError` if there is none."""
     from medusa_decoding.checkpoints import find_base_revision, pretrained
 
-    base, revision = _base_model(args), find_base_revision(_heads(args), base_model=args.base_model or None)
+    base, revision = base_model(args), find_base_revision(_heads(args), base_model=args.base_model or None)
     return pretrained.load_tokenizer(base, revision, argument="base model (--base-model names another)")
 
 
@@ -331,7 +342,7 @@ def load_model(args: argparse.Namespace, **placed: Any) -> MedusaModel:
 
     placed = placed or {"device_map": None if args.device == "cpu" else args.device}
     return MedusaModel.from_pretrained(
-        _heads(args), _base_model(args), dtype=args.dtype or "auto", tree=args.tree, backend=args.backend, **placed
+        _heads(args), base_model(args), dtype=args.dtype or "auto", tree=args.tree, backend=args.backend, **placed
     )
 
 
@@ -346,12 +357,11 @@ def heads_folder(args: argparse.Namespace) -> Path:
 
 
 def _heads(args: argparse.Namespace) -> str:
-    from medusa_decoding.demo import CHECKPOINT
-
     return args.model or str(CHECKPOINT / "heads")
 
 
-def _base_model(args: argparse.Namespace) -> str:
+def base_model(args: argparse.Namespace) -> str:
+    """Return the base model of the heads that the arguments name; raise `ValueError` if none is known."""
     from medusa_decoding.checkpoints import find_base_model
 
     base = args.base_model or find_base_model(_heads(args))

