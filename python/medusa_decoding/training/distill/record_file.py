@@ -105,7 +105,8 @@ def _without_tokens(record: Any) -> dict[str, Any]:
 def saved_states(path: Path, weights: str) -> bool:
     """Return whether there are hidden states next to a file of records, of a model with this fingerprint."""
     stated = companion(path, "settings")
-    return companion(path, STATES).is_file() and read_json_object(stated).get("model") == weights
+    there = companion(path, STATES).is_file() and stated.is_file()
+    return there and read_json_object(stated).get("model") == weights
 
 
 def finished(path: Path, asked: Any) -> dict[str, Any] | None:
