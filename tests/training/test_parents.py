@@ -30,9 +30,9 @@ def conditioned(*, sizes=(HIDDEN, VOCAB, 3), dtype=torch.float64, rank=RANK, see
     return heads.to(dtype)
 
 
-def text_with_prompts(length=23, *, vocab=VOCAB, seed=3, **kwargs):
+def text_with_prompts(length=23, *, vocab=VOCAB, seed=3, ignored=0.1, **kwargs):
     """States, labels (some ignored, as a prompt's are), and all tokens."""
-    hidden, labels = random_text(length, vocab=vocab, seed=seed, **kwargs)
+    hidden, labels = random_text(length, vocab=vocab, seed=seed, ignored=ignored, **kwargs)
     drawn = torch.randint(0, vocab, (length,), generator=torch.Generator().manual_seed(seed + 1))
     return hidden, labels, torch.where(labels == IGNORE, drawn, labels)
 
@@ -122,7 +122,7 @@ def test_frozen_parts_get_no_gradient():
 
 def test_hits_are_counted_with_the_parent_term():
     heads = conditioned(token_map=MAP, seed=1)
-    hidden, labels, tokens = text_with_prompts(60)
+    hidden, labels, tokens = text_with_prompts(120)
     found = medusa_loss(hidden, heads, labels, tokens=tokens, top=3)
     value = dict(heads.named_parameters())
     value["parent_tokens"] = of_parents(heads, heads.parent_tokens)

@@ -31,7 +31,7 @@ def rooted(*, sizes=(HIDDEN, VOCAB, 3), dtype=torch.float64, root_rank=3, **chan
 
 def text_and_embedding(scale=0.05, dtype=torch.float64):
     """States, labels, all tokens, and an embedding of the size that a model's has."""
-    hidden, labels = random_text(LENGTH, seed=3, dtype=dtype)
+    hidden, labels = random_text(LENGTH, seed=3, dtype=dtype, ignored=0.1)
     generator = torch.Generator().manual_seed(4)
     tokens = torch.where(labels == IGNORE, torch.randint(0, VOCAB, (LENGTH,), generator=generator), labels)
     embedding = nn.Embedding(VOCAB, HIDDEN, dtype=dtype)

@@ -80,7 +80,8 @@ def test_the_first_loss_follows_the_papers_formula(shop, tmp_path, pack):
     rates = {"batch_size": 64, "micro_batch_size": 4}
     options = {"pack": pack, "held_out_share": 0.0}
     train(workshop.config(tmp_path / "run", base, data, data=options, optimisation=rates))
-    # Equation 1 by hand: new heads repeat the model's own prediction; one conversation at a time, without packing.
+    # Equation 1 by hand, after tokens of answers: new heads repeat the model's own prediction; one conversation at a
+    # time, without packing.
     model = AutoModelForCausalLM.from_pretrained(base)
     sums, counts = torch.zeros(3, dtype=torch.float64), torch.zeros(3)
     for example in examples_of(base, data):
@@ -89,7 +90,7 @@ def test_the_first_loss_follows_the_papers_formula(shop, tmp_path, pack):
             logits = model(ids[None]).logits[0].double()
         for head in range(3):
             for place in range(len(ids) - 2 - head):
-                if example.learnt[place + 2 + head]:
+                if example.learnt[place + 1] and example.learnt[place + 2 + head]:
                     sums[head] += F.cross_entropy(logits[place], ids[place + 2 + head])
                     counts[head] += 1
     expected = sum(0.8 ** (head + 1) * sums[head] / counts[head] for head in range(3))
@@ -178,7 +179,7 @@ def test_held_out_accuracies_are_those_of_the_written_heads(shop, tmp_path, stor
             logits = heads(model.model(ids[None]).last_hidden_state[0])
         for head in range(3):
             for place in range(len(ids) - 2 - head):
-                if example.learnt[place + 2 + head]:
+                if example.learnt[place + 1] and example.learnt[place + 2 + head]:
                     best = logits[place, head].topk(10).indices
                     hits[head] += (best == ids[place + 2 + head]).cumsum(0)
                     total[head] += 1
@@ -341,7 +342,7 @@ def test_variants_are_trained_written_and_decode_the_same_text(shop, tmp_path, v
 
 def test_training_continues_from_given_heads_and_adds_a_parent_term_and_a_root_input(shop, tmp_path):
     base, data = shop
-    first = train(workshop.config(tmp_path / "first", base, data, optimisation={"epochs": 6.0}))
+    first = train(workshop.config(tmp_path / "first", base, data, optimisation={"epochs": 8.0}))
     heads = {"initial": str(first.heads), "parent_rank": 4, "root_rank": 3}
     second = train(workshop.config(tmp_path / "second", base, data, heads=heads))
     assert losses(tmp_path / "second")[0] < 1.2 * losses(tmp_path / "first")[-1]
@@ -422,7 +423,7 @@ def test_the_heads_that_were_best_on_held_out_data_are_written(overfitted):
     best = max(tokens, key=tokens.get)
     assert best < overfitted.steps - 8
     assert (overfitted.heads_step, overfitted.measured.accuracy.to_json()) == (best, lines[best]["accuracy"])
-    assert [line["best_step"] for line in lines.values() if line["step"] >= best] == [best] * 6
+    assert {line["best_step"] for line in lines.values() if line["step"] >= best} == {best}
     weights = torch.load(overfitted.folder / "checkpoints" / f"step-{best:06d}" / saving.WEIGHTS, weights_only=True)
     heads = read_heads(overfitted.heads).heads
     assert all(torch.equal(heads.get_parameter(name[6:]), weight) for name, weight in weights.items())
@@ -536,7 +537,7 @@ def test_a_checkpoint_of_another_form_of_the_update_resumes(shop, tmp_path, fini
 def test_soft_labels_are_those_of_the_model_on_the_text(shop, tmp_path):
     base, data = shop
     options = {"held_out_share": 0.0}
-    rates = {"batch_size": 64, "micro_batch_size": 4}
+    rates = {"batch_size": 64, "micro_batch_size": 4, "epochs": 8.0}
     folder = tmp_path / "run"
     train(workshop.config(folder, base, data, data=options, optimisation=rates, loss={"targets": "kl"}))
     # New heads repeat the model's own prediction; its prediction of their targets is that of one place before each.
@@ -548,7 +549,7 @@ def test_soft_labels_are_those_of_the_model_on_the_text(shop, tmp_path):
             chances = model(ids[None]).logits[0].double().softmax(-1)
         for head in range(3):
             for place in range(len(ids) - 2 - head):
-                if example.learnt[place + 2 + head]:
+                if example.learnt[place + 1] and example.learnt[place + 2 + head]:
                     q, p = chances[place], chances[place + 1 + head]
                     sums[head] += F.kl_div(q.log(), p, reduction="sum")
                     counts[head] += 1
