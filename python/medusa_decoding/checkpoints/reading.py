@@ -21,7 +21,7 @@ from medusa_decoding.checkpoints.layout import DTYPES, HeadTensors, Layout, chec
 from medusa_decoding.checkpoints.original import REVISION
 from medusa_decoding.checkpoints.pretrained import stated_sizes
 from medusa_decoding.files import read_json_object
-from medusa_decoding.gguf_files import PACKAGE, check_gguf, find_gguf
+from medusa_decoding.gguf_files import check_gguf, find_gguf
 from medusa_decoding.heads import MedusaHeads
 
 _log = logging.getLogger(__name__)
@@ -187,14 +187,13 @@ def fetch_folder(
         got = type(path_or_hub_id).__name__
         remedy = " (write_heads writes heads that are in memory)" if isinstance(path_or_hub_id, MedusaHeads) else ""
         raise ValueError(f"{name}: expected a folder or hub id, got {got}{remedy}")
-    in_package = str(path_or_hub_id).startswith(PACKAGE)
-    path = find_gguf(path_or_hub_id) if in_package else Path(path_or_hub_id).expanduser()
-    assert path is not None
+    path = Path(path_or_hub_id).expanduser()
     if path.is_dir():
         return path.resolve()
-    if path.suffix.lower() == ".gguf":
-        check_gguf(path)
-        return path.resolve()
+    file = find_gguf(path_or_hub_id)
+    if file is not None:
+        check_gguf(file)
+        return file.resolve()
     if path.exists():
         raise ValueError(f"{name}: expected a checkpoint's folder or a hub id, got the file {path}")
     if isinstance(path_or_hub_id, Path):

@@ -7,6 +7,7 @@ learnt, a count, and the states after the final norm from which the model predic
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -22,7 +23,7 @@ class AnswerStates:
     """A file of states [count, H] in one dtype; a half-written block at its end is removed.
 
     Args:
-        file: made if it is missing.
+        file: made by the first `add` if it is missing.
         hidden_size: H.
         dtype: of the states.
     """
@@ -30,9 +31,10 @@ class AnswerStates:
     def __init__(self, file: Path, hidden_size: int, dtype: torch.dtype) -> None:
         self._file, self._hidden, self._dtype = file, hidden_size, dtype
         self._places: dict[bytes, tuple[int, int]] = {}
-        file.touch()
+        if not file.exists():
+            return
         size, end, row = file.stat().st_size, 0, hidden_size * dtype.itemsize
-        with file.open("rb+") as stream:
+        with file.open("rb") as stream:
             while len(head := stream.read(_KEY + 8)) == _KEY + 8:
                 count, start = int.from_bytes(head[_KEY:], "little"), end + len(head)
                 if start + count * row > size:
@@ -40,7 +42,8 @@ class AnswerStates:
                 end = start + count * row
                 self._places[head[:_KEY]] = start, count
                 stream.seek(end)
-            stream.truncate(end)
+        if end < size:
+            os.truncate(file, end)
 
     def add(self, ids: Sequence[int], spans: Iterable[tuple[int, int]], states: Sequence[torch.Tensor]) -> None:
         """Append the states of a record, [H] each: its tokens, and the spans [start, end) of them that are learnt."""

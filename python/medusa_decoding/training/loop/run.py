@@ -157,13 +157,13 @@ def _states(config: Config, backbone: TrainingBackbone, rows: Rows, processes: P
     key = fingerprint(rows.train, facts)
     cache = StateCache(Path(config.data.cache_hidden), key, shape, DTYPES[model.dtype], processes)
 
-    def take() -> None:
-        for source in config.data.train if processes.main else ():
-            if saved_states(Path(source.path), facts["weights"]):
-                file = companion(Path(source.path), STATES)
-                cache.take(rows.train, AnswerStates(file, shape[2], DTYPES[model.dtype]))
+    def fill() -> None:
+        paths = [Path(source.path) for source in config.data.train] if processes.main else []
+        known = [companion(path, STATES) for path in paths if saved_states(path, facts["weights"])]
+        if known:
+            cache.fill(rows.train, [AnswerStates(file, shape[2], DTYPES[model.dtype]) for file in known])
 
-    processes.each(take)
+    processes.each(fill)
     return cache
 
 

@@ -80,18 +80,19 @@ class StateCache:
             raise ValueError(f"{self._file}: expected finite states, got others in rows {rows}; remove the folder")
         return found
 
-    def take(self, rows: PackedDataset, saved: AnswerStates) -> int:
-        """Take over the rows all of whose examples have saved states; return how many."""
-        taken = 0
-        for number in range(len(rows)):
-            found = [saved.get(example) for example in rows.examples(number)]
-            states = [one for one in found if one is not None]
-            if len(states) == len(found):
+    def fill(self, rows: PackedDataset, saved: Sequence[AnswerStates]) -> None:
+        """Copy saved states into the rows that are not there yet and whose examples all have some."""
+        for number in (~self._there.bool()).nonzero().flatten().tolist():
+            states = []
+            for example in rows.examples(number):
+                found = next((one for file in saved if (one := file.get(example)) is not None), None)
+                if found is None:
+                    break
+                states.append(found)
+            else:
                 row = self._states.new_zeros(self._states.shape[1:])
                 torch.cat(states, out=row[: sum(map(len, states))])
                 self.put([number], row[None])
-                taken += 1
-        return taken
 
     def put(self, rows: Sequence[int], states: Tensor) -> None:
         """Write the states of rows, unless they are not finite."""
