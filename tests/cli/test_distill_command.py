@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -237,18 +236,19 @@ def test_training_reads_the_states_of_the_answers_instead_of_running_the_model(p
     ran, hidden = [], TrainingBackbone.hidden
     monkeypatch.setattr(TrainingBackbone, "hidden", lambda self, batch: ran.append(1) or hidden(self, batch))
     rates = {"optimizer": "adamw", "batch_size": 2, "epochs": 3, "learning_rate": 2e-3, "warmup_steps": 1}
-    data = {"cache_hidden": str(tmp_path / "states"), "held_out_share": 0.0, "length": 120}
+    data = {"cache_hidden": str(tmp_path / "states"), "held_out_share": 0.0, "length": 200}
     output = {"folder": str(tmp_path / "out"), "tensorboard": False, "log_steps": 1}
     sections = {"optimisation": rates, "heads": {"num_heads": 2}, "output": output}
     assert place.run("--json", method="medusa-1", data=data, **sections) == 0
     assert not ran
     values = yaml.safe_load((tmp_path / "config.yaml").read_text())
     # Rows with answers of two files, as with greedy and sampled ones.
-    lines = place.file.read_text().splitlines(keepends=True)
-    copies = [tmp_path / name / "records.jsonl" for name in ("one", "two")]
-    for copy, part in zip(copies, (lines[::2], lines[1::2]), strict=True):
-        shutil.copytree(place.file.parent, copy.parent)
-        copy.write_text("".join(part))
+    drawn = sections | {
+        "generation": {"temperature": 0.8, "seed": 1},
+        "output": output | {"folder": str(tmp_path / "drawn")},
+    }
+    assert place.run("--json", "--only-data", method="medusa-1", data=data, **drawn) == 0
+    copies = [place.file, tmp_path / "drawn" / "generated" / "records.jsonl"]
     both = values["data"] | {"train": [{"path": str(copy)} for copy in copies], "cache_hidden": str(tmp_path / "both")}
     folder = {"folder": str(tmp_path / "both-out")}
     (tmp_path / "both.yaml").write_text(yaml.safe_dump(values | {"data": both, "output": output | folder}))
