@@ -128,7 +128,8 @@ class MedusaModel:
                 plain decoding, with a warning.
             base_model: folder or hub id; overrides the checkpoint's `base_model_name_or_path`. Or the loaded model,
                 which stays in its dtype and on its device.
-            dtype: of the base model; "auto" keeps the checkpoint's. The heads follow the base model.
+            dtype: of the base model; "auto" keeps the checkpoint's. The heads follow the base model. `torch_dtype`, its
+                older name, is read as well.
             device_map: passed to transformers.
             tree: as in the constructor. By default what `medusa tune` has stored next to the heads: for each generation
                 the tree of the nearest batch and prefix length. It is used only with the device, model, heads, dtype
@@ -144,6 +145,8 @@ class MedusaModel:
         """
         if hf_kwargs.pop("trust_remote_code", False):
             raise ValueError("trust_remote_code: expected False, got True; remote code is never run")
+        older = hf_kwargs.pop("torch_dtype", None)  # transformers ignores it next to `dtype`
+        dtype = older if dtype == "auto" and older is not None else dtype
         placed = {"dtype": dtype, "device_map": device_map, **hf_kwargs}
         sizes = _sizes_of_loaded(base_model, placed) if isinstance(base_model, nn.Module) else {}
         gguf = hf_kwargs.get("gguf_file")

@@ -21,6 +21,11 @@ def folders(tmp_path):
     return tmp_path
 
 
+def test_the_older_name_of_dtype_is_read(folders):
+    with MedusaModel.from_pretrained(folders / "heads", torch_dtype=torch.bfloat16) as model:
+        assert model.heads.w1.dtype == model.backbone.dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("dtype", ["auto", torch.bfloat16, "float32"])
 def test_base_and_heads_in_one_dtype(folders, dtype):
     with MedusaModel.from_pretrained(folders / "heads", dtype=dtype) as model:

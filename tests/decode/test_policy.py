@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 
 import pytest
-from simulation import BETTER, CPU, DEVICES, GOOD, GPU, USELESS, Heads, Simulation, busy, commit, preempted
+from simulation import BETTER, CPU, DEVICES, GOOD, GPU, SMALL, USELESS, Heads, Simulation, busy, commit, preempted
 
 from medusa_decoding import Tree
 from medusa_decoding.decode.adaptive.acceptance import AcceptanceModel, TreeSet
@@ -125,6 +125,14 @@ def test_good_heads_are_near_the_best_fixed_tree(device, heads, late):
         later += [clock / best - 1 for clock in clocks[1:]]
     assert statistics.mean(first) < 0.08  # the very first generation measures the time of each size
     assert statistics.mean(later) < 0.05
+
+
+def test_the_advance_is_not_spent_on_sizes_that_take_too_long():
+    shares = []
+    for seed in range(12):
+        simulation = Simulation(SMALL, seed, noise=0.03)
+        shares.append(best_fixed(SMALL, BETTER, 119) / simulation.generate(adaptive(BETTER), [always(BETTER)], 120))
+    assert statistics.mean(shares) > 0.9
 
 
 def test_known_times_and_good_heads_start_with_a_tree_at_once():

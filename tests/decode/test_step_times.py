@@ -67,6 +67,13 @@ def test_a_machine_that_gets_slower_does_not_change_how_sizes_compare():
     assert tree / plain == pytest.approx(1.5, rel=0.02)
 
 
+def test_a_step_that_is_faster_than_usual_says_nothing_about_other_sizes():
+    times = Profile()
+    for nodes, seconds in [(1, 1.0)] * 3 + [(4, 40.0)] * 3 + [(4, 1.2), (8, 1.3)]:  # 4 was timed by outliers only
+        times.observe(nodes, seconds)
+    assert times.kept()[8] == [1.3]
+
+
 def test_another_cache_size_starts_from_the_nearest_one():
     times = StepTimes()
     for nodes, seconds in ((1, 1.0), (16, 2.0)):

@@ -114,7 +114,7 @@ class Adaptive(Policy):
         self._rows = rows
         profile = self.times.profile(self._batch, rows)
         if profile is not self._profile:
-            self._profile, self._since_check, self._checks = profile, 0, 0
+            self._profile, self._since_check = profile, 0
         self._refresh(profile)
 
     def choose(self) -> Tree:
@@ -134,18 +134,21 @@ class Adaptive(Policy):
             return 0, False
         # Nothing else is tried before a probe, or the first step of a size, was observed.
         waiting = any(probe or not self._timed[index] for index, _, probe in self._unseen)
-        affordable = [
-            index for index, risk in enumerate(self._risk) if risk <= allowed and (self._timed[index] or not waiting)
-        ]
+        # It may take much longer than is hoped, so sizes are tried from the smallest one up.
+        untimed = self._timed.index(False) if not (waiting or all(self._timed)) else 0
+        tried = [known or index == untimed for index, known in enumerate(self._timed)]
+        affordable = [index for index, risk in enumerate(self._risk) if risk <= allowed and tried[index]]
         rates = self._rates
         best = max(affordable, key=rates.__getitem__, default=0)
         if best:
+            profile = self._profile
+            assert profile is not None
             self._since_check += 1
-            if self._since_check < min(CHECK_FIRST + self._checks, CHECK_LAST):
+            if self._since_check < min(CHECK_FIRST + profile.checks, CHECK_LAST):
                 return best, False
-            self._since_check, self._checks = 0, self._checks + 1
+            self._since_check, profile.checks = 0, profile.checks + 1
             others = [index for index in affordable if not index or rates[index] > CHECK_RATE * rates[best]]
-            return others[self._checks % len(others)], False
+            return others[profile.checks % len(others)], False
         probe = max(affordable[1:], key=lambda index: self._good_heads[index] / self._risk[index], default=0)
         self._probe_credit = min(self._probe_credit, 1.5 * self._risk[probe])
         if waiting or self._probe_credit < self._risk[probe]:

@@ -25,6 +25,8 @@ SETTLED, SETTLED_BY_OUTLIERS = 2, 20
 """Samples below which all may be outliers: without any in the latest steps, and so many more if all steps were some."""
 HEADS_COST, DOUBLING_COST = 0.1, 0.05
 """Optimistic cost of a tree that was never timed, in steps: of the heads, and of each doubling of the nodes."""
+SEEN_GROWTH = 0.5
+"""Part of the timed trees' growth per doubling that is the least for a larger one."""
 FEARED_GROWTH = 1.5
 """Pessimistic duration of such a tree, relative to the next smaller one."""
 
@@ -37,13 +39,14 @@ class Profile:
 
     Attributes:
         settled: samples below which all of a size may be outliers.
+        checks: how often a size was timed again that does not seem the best.
     """
 
     def __init__(self, seeds: Mapping[int, float] | None = None) -> None:
         self.seeds = dict(seeds or {})
         self._samples: dict[int, deque[float]] = {}
         self._slowdowns: deque[float] = deque([1.0], maxlen=RECENT)
-        self._previous = 0
+        self._previous = self.checks = 0
         self._outliers, self._judged = 0.25, 2
         self.settled = SETTLED + int(SETTLED_BY_OUTLIERS * self._outliers)
 
@@ -52,14 +55,15 @@ class Profile:
 
         What counts is how sizes compare, but they are timed at different moments, and other programs may slow the
         machine down meanwhile. So a sample is divided by the slowdown that all of the latest steps had at least, and is
-        only taken when the size has changed: a run of steps of one size tells nothing about the others.
+        only taken when the size has changed: a run of steps of one size tells nothing about the others. Nor does a step
+        that is faster than usual: its size may have been timed by outliers.
         """
         trusted = self.samples(nodes) >= TRUSTED
         repeated, self._previous = nodes == self._previous, nodes
         slowdown = None if trusted and repeated else min(self._slowdowns)
         if trusted or nodes in self.seeds:
             usual = _low(self._samples.get(nodes) or [self.seeds[nodes]])
-            self._slowdowns.append(min(seconds / usual, MOST_SLOWDOWN))
+            self._slowdowns.append(min(max(seconds / usual, 1.0), MOST_SLOWDOWN))
             self._judged = min(self._judged + 1, OUTLIER_MEMORY)
             self._outliers += ((seconds > OUTLIER * usual) - self._outliers) / self._judged
         before, self.settled = self.settled, SETTLED + int(SETTLED_BY_OUTLIERS * self._outliers)
@@ -88,15 +92,16 @@ class Profile:
         """Return a hopeful and a careful estimate of a step's seconds for each size.
 
         The list is empty until the first size has two samples or a seed. Both are the lower quarter of the samples.
-        Hopeful is never more than for a larger tree, and below `TRUSTED`
-        samples the optimistic one counts: what looks good is tried and thereby timed. Careful is then the fastest
-        sample. A tree that was never timed gets the careful estimate of the next larger timed one; if there is none, it
-        grows by `FEARED_GROWTH` from the next smaller tree's.
+        Hopeful is never more than for a larger tree, and below `TRUSTED` samples the optimistic one counts, if what the
+        smaller trees took does not speak against it: what looks good is tried and thereby timed. Careful is then the
+        fastest sample. A tree that was never timed gets the careful estimate of the next larger timed one; if there is
+        none, it grows by `FEARED_GROWTH` from the next smaller tree's.
 
         Args:
             sizes: numbers of nodes in ascending order.
         """
         found: list[tuple[float, float]] = []
+        seen: list[tuple[int, float]] = []  # nodes and seconds of timed trees
         most = math.inf  # per node: a larger tree takes at most as much longer as it is larger
         timed = self.seeds.keys() | self._samples.keys()
         for place, nodes in enumerate(sizes):
@@ -106,7 +111,8 @@ class Profile:
                 if nodes in self.seeds:
                     pool.append(self.seeds[nodes])
                 elif found:
-                    growth = DOUBLING_COST * math.log2(nodes / sizes[place - 1]) + HEADS_COST * (place == 1)
+                    doublings = math.log2(nodes / sizes[place - 1])
+                    growth = max(DOUBLING_COST, SEEN_GROWTH * _growth(seen)) * doublings + HEADS_COST * (place == 1)
                     pool.append(found[-1][0] * (1.0 + growth))
             if len(pool) < (1 if place or nodes in self.seeds else 2):
                 return []
@@ -118,6 +124,8 @@ class Profile:
             if place and self.samples(nodes) >= TRUSTED:
                 most = hopeful / nodes
             found.append((hopeful, careful))
+            if place and nodes in timed:
+                seen.append((nodes, careful))
         fastest, feared = found[-1][0], 0.0
         for place in reversed(range(len(found))):
             hopeful, careful = found[place]
@@ -126,6 +134,14 @@ class Profile:
                 feared = careful
             found[place] = fastest, feared or careful
         return found
+
+
+def _growth(seen: Sequence[tuple[int, float]]) -> float:
+    """Return by how much steps grow from the first to the last size, per doubling of the nodes."""
+    if len(seen) < 2:
+        return 0.0
+    (few, fast), (many, slow) = seen[0], seen[-1]
+    return max(slow / fast - 1.0, 0.0) / math.log2(many / few)
 
 
 def _low(samples: Iterable[float]) -> float:
