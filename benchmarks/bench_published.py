@@ -13,11 +13,11 @@ reads the weights of the GGUF file in the dtype's type ("llama.cpp"), and the fi
 in `--llama`, an interpreter that has the package xllamacpp. Ways that draft have what is best of some settings for
 prompts that are not measured: the length of a copy, the nodes of the tree.
 
-Every answer is a line of raw.jsonl in `--out`: after an interruption the same command continues. What the lines say is
-in summary.json: tokens per second of each set and category over those of other ways (95 % bootstrap intervals over
-prompts), in fp32 how many texts are transformers', and what typical acceptance (temperature 0.7, lossy) loses: the mean
-log-likelihood that the model itself gives a token of its texts, less that of the plain loop's. This is no measure of
-quality: text that repeats itself is likely.
+Every answer is a line of raw.jsonl in `--out`: after an interruption, or `--minutes`, the same command continues. What
+the lines say is in summary.json: tokens per second of each set and category over those of other ways (95 % bootstrap
+intervals over prompts), in fp32 how many texts are transformers', and what typical acceptance (temperature 0.7, lossy)
+loses: the mean log-likelihood that the model itself gives a token of its texts, less that of the plain loop's. This is
+no measure of quality: text that repeats itself is likely.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import copy
 import functools
 import itertools
 import json
+import math
 import os
 import random
 import tempfile
@@ -299,6 +300,7 @@ def measure(
     shuffler = random.Random(len(known))
     conversations = Conversations(first.model, first.tokenizer)
     room = min(CONTEXT, first.model.backbone.context_limit) - args.max_new_tokens
+    until = time.monotonic() + 60 * args.minutes
     for name, number, prompt in tqdm(asked, unit="prompt", disable=None):
         turns, answer = conversations.turns(prompt), None
         for turn in range(1, len(prompt.turns) + 1):
@@ -306,6 +308,8 @@ def measure(
             if key not in known:
                 if len(ids) > room:
                     break
+                if time.monotonic() > until:
+                    return list(known.values())
                 unordered = harness.in_turn(ways, Asked(number, torch.tensor([ids])), shuffler)
                 found = {way: unordered[way] for way in ways}
                 known[key] = {
@@ -427,6 +431,8 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["fp32", "bf16", "int8"])
     parser.add_argument("--threads", type=_arguments.at_least_one, default=torch.get_num_threads())
     parser.add_argument("--max-new-tokens", type=_arguments.at_least_one, default=256, help="default: 256")
+    parser.add_argument("--minutes", type=float, default=math.inf,
+                        help="stop and summarise after so many; sets take turns (default: never)")  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="default: benchmarks/results/published/MACHINE")
     args = parser.parse_args()
     if PLAIN not in args.ways:

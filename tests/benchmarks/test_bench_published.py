@@ -88,6 +88,8 @@ def test_a_run_is_continued_and_its_texts_are_transformers(tmp_path, monkeypatch
     assert figures["fp32/typical"]["log_likelihood_per_token_over_plain"]["value"] < 1
     assert "llama.cpp; llama.cpp, n-grams" in capsys.readouterr().out
     (out / "raw.jsonl").write_text("\n".join(before) + "\n")
+    assert run("--max-new-tokens", "24", "--minutes", "0") == before
+    assert json.loads((out / "summary.json").read_text())["groups"]["all"]["texts"] == 2
     again = run("--max-new-tokens", "24")
     assert again[:-1] == before
     assert json.loads(again[-1])["answer"] == json.loads(last)["answer"]
