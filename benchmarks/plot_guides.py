@@ -217,6 +217,33 @@ def large_models(plt: Any, records: Sequence[Record], path: Path) -> None:
     plot._save(plt, figure, f"{words}\n{_conditions(shown[-1])}", path)
 
 
+PUBLISHED = {
+    "transformers": "transformers", "transformers, prompt lookup": "transformers, prompt lookup",
+    "transformers, compiled": "transformers, compiled", "llama.cpp": "llama.cpp",
+    "llama.cpp, n-grams": "llama.cpp, n-gram drafts", "plain": "our plain loop", "lookup": "copying, no heads",
+    "heads": "Medusa, best fixed tree", "heads, auto": 'Medusa, "auto"', "heads, lookup": "Medusa and copying",
+}  # fmt: skip
+"""Ways of `bench_published`, in the order of the figure; typical acceptance writes other texts."""
+
+
+def published(plt: Any, record: Record, path: Path) -> None:
+    """Draw tokens per second of every way of answering with a published model, as `bench_published` measured them."""
+    every, dtypes = record["groups"]["all"]["ways"], record["settings"]["dtypes"]
+    figure, panels = plt.subplots(1, len(dtypes), figsize=(11, 3.4), layout="constrained", squeeze=False, sharey=True)
+    for panel, dtype in zip(panels[0], dtypes, strict=True):
+        for place, name in enumerate(PUBLISHED):
+            rate = every[f"{dtype}/{name}"]["tokens_per_second"]
+            theirs = name.startswith(("transformers", "llama.cpp"))
+            panel.barh(place, rate, color=COLOURS[0 if theirs else 2 if "heads" in name else 1])
+            panel.text(rate, place, f" {rate:.0f}", va="center", fontsize=8)
+        panel.set(title=dtype, xlabel="tokens per second")
+        panel.margins(x=0.15)
+    panels[0][0].set_yticks(range(len(PUBLISHED)), list(PUBLISHED.values()), fontsize=8)
+    panels[0][0].invert_yaxis()
+    texts = f"SmolLM2-135M-Instruct, {record['groups']['all']['texts']} answers, batch 1, one thread, with prefill"
+    plot._save(plt, figure, f"{texts}. {_conditions(record)}", path)
+
+
 SERVED = ("medusa", "plain", "transformers, continuous batching", "transformers")
 
 
@@ -284,7 +311,7 @@ def draw(out: Path) -> list[Path]:
     out.mkdir(parents=True, exist_ok=True)
     gpu = plot.read(H200)
     names = ("one-step", "step-cost", "heads-cost", "generations", "head-kinds", "predicted-steps", "large-models")
-    names += ("serve-load",)
+    names += ("serve-load", "published-model")
     files = [out / f"{name}.svg" for name in names]
     one_step(plt, files[0])
     step_cost(plt, gpu, files[1])
@@ -294,6 +321,7 @@ def draw(out: Path) -> list[Path]:
     predicted_steps(plt, records_of("cpu-roofline")[-1], files[5])
     large_models(plt, records_of("models"), files[6])
     serve_load(plt, [records_of("serve")[-1], records_of("serve-large")[-1]], files[7])
+    published(plt, records_of("published")[-1], files[8])
     return files
 
 

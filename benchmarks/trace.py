@@ -155,7 +155,8 @@ def value_of(place: str, of_all: str | None = None, over: str | None = None, fac
     """Return a figure of records.
 
     Args:
-        place: the name in `docs/records.yaml`, then keys and places in lists, all separated by slashes.
+        place: the name in `docs/records.yaml`, then keys and places in lists, all separated by slashes. Keys may
+            have slashes.
         of_all: what to take of all records of that name, a key of `OF_ALL`; the last one's figure otherwise.
         over: the place of a figure to divide by.
         factor: from the record's unit to the page's.
@@ -176,11 +177,15 @@ def value_of(place: str, of_all: str | None = None, over: str | None = None, fac
 def number_at(record: Record, keys: Sequence[str], place: str) -> float:
     """Return the number in a place of a record."""
     found: Any = record
+    name = ""  # of a field; it may have slashes
     for key in keys:
-        try:
-            found = found[int(key)] if isinstance(found, list) else found[key]
-        except (LookupError, ValueError, TypeError) as error:
-            raise ValueError(f"{place}: expected a number in the record, got nothing") from error
+        name = f"{name}/{key}" if name else key
+        inside = range(len(found)) if isinstance(found, list) else found if isinstance(found, Mapping) else ()
+        field = int(name) if isinstance(found, list) and name.isdigit() else name
+        if field in inside:
+            found, name = found[field], ""
+    if name:
+        raise ValueError(f"{place}: expected a number in the record, got nothing")
     if isinstance(found, bool) or not isinstance(found, (int, float)):
         raise ValueError(f"{place}: expected a number in the record, got {type(found).__name__}")
     return found

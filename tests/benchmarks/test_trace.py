@@ -15,7 +15,12 @@ TIMED = [
         (64, KERNEL, 9.0),
     ]
 ]
-RECORD = {"benchmark": "demo", "best": {"ratio": {"ratio": 3.674, "low": 3.491}}, "median_us": 3850.4, "list": [1, 0.5]}
+RECORD = {
+    "benchmark": "demo",
+    "best": {"ratio": {"ratio": 3.674, "low": 3.491}, "a/b": {"seeds": 7}},
+    "median_us": 3850.4,
+    "list": [1, 0.5],
+}
 
 
 @pytest.fixture(autouse=True)
@@ -43,6 +48,7 @@ def _records(monkeypatch):
         ("1.00<!--=demo/median_us*1e-3--> ms", "3.85<!--=demo/median_us*1e-3--> ms"),
         ("1,000<!--=demo/median_us--> µs", "3,850<!--=demo/median_us--> µs"),
         ("1<!--=demo/list/1*100--> %", "50<!--=demo/list/1*100--> %"),
+        ("1<!--=demo/best/a/b/seeds--> s", "7<!--=demo/best/a/b/seeds--> s"),
         ("9.99<!--=min over/ratio--> times", "1.20<!--=min over/ratio--> times"),
         ("9.99<!--=max over/ratio--> times", "2.50<!--=max over/ratio--> times"),
         ("9.99<!--=median over/ratio--> times", "1.85<!--=median over/ratio--> times"),
