@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import io
 import json
-import logging
 import os
 import secrets
-import shlex
 import shutil
-import socket
-import sys
-import time
 from collections.abc import Iterator
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-logger = logging.getLogger(__name__)
+from filelock import FileLock, Timeout
+
 MAX_JSON = 64 * 2**20
 """The default limit of `read_json` in bytes: far more than any file of settings or measurements has."""
 MAX_TEXT = 16 * 2**20
@@ -127,23 +122,23 @@ def parse_json(text: str | bytes, where: object) -> Any:
 
 
 _held: ContextVar[frozenset[Path]] = ContextVar("held", default=frozenset())
-_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 @contextlib.contextmanager
 def only_writer(name: str, path: str | Path, *, inside: bool = False) -> Iterator[None]:
     """Lock a file or folder while the block runs, so that no other process or thread writes there.
 
-    A hidden lock file tells who holds the lock, and is removed at the end. The system frees the lock when the process
-    ends for any reason. The same thread may take a lock again that it holds. If the file system has no locks, a warning
-    says so and the block runs.
+    The hidden lock file is removed at the end, and the system frees the lock when the process ends for any reason. A
+    thread may take a lock again that it holds.
 
-    `name` is the argument that names the path, for messages. The file or folder need not exist; missing parents are
-    created. With `inside`, the lock file is in the folder `path`, which is created, instead of next to it. An empty
-    folder that was created here is removed at the end.
+    Args:
+        name: the argument that names the path, for messages.
+        path: need not exist; missing parents are created.
+        inside: put the lock file into the folder `path`, which is created, instead of next to it. An empty folder that
+            was created here is removed at the end.
 
     Raises:
-        ValueError: another process or thread holds it. The message tells its id, host, command and start time.
+        ValueError: another process or thread holds it.
         OSError: the lock file could not be written.
     """
     lock = Path(path) / ".lock" if inside else Path(path).parent / f".{Path(path).name}.lock"
@@ -153,69 +148,23 @@ def only_writer(name: str, path: str | Path, *, inside: bool = False) -> Iterato
     if lock in _held.get():
         yield
         return
-    number = _locked(lock, f"{name}: expected a place that nobody else writes to, got {path}")
+    held = FileLock(lock, timeout=0, thread_local=False)
+    try:
+        held.acquire()
+    except Timeout:
+        raise ValueError(
+            f"{name}: another process writes to {path} (it holds {lock}); wait for it, or name another place"
+        ) from None
     token = _held.set(_held.get() | {lock})
     try:
-        os.ftruncate(number, 0)
-        command = " ".join(shlex.join(sys.orig_argv).split())[:300]
-        since = time.strftime("%Y-%m-%d %H:%M:%S %z")
-        statement = f"process {os.getpid()} on {socket.gethostname()} ({command}, since {since})\n"
-        os.pwrite(number, statement.encode("utf-8", "replace"), 0)
         yield
     finally:
         _held.reset(token)
-        if _is_file_at(number, lock):
-            lock.unlink(missing_ok=True)  # still held: nobody else can have taken it
-        os.close(number)
+        lock.unlink(missing_ok=True)  # still held
+        held.release()
         if made:
             with contextlib.suppress(OSError):  # not empty
                 lock.parent.rmdir()
-
-
-def _locked(lock: Path, refusal: str) -> int:
-    """Open and lock a lock file; return its descriptor."""
-    while True:
-        try:
-            number = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-        except PermissionError as error:
-            if not lock.exists():
-                raise
-            raise ValueError(f"{refusal} with the {lock} of another user; remove it if nobody writes there") from error
-        try:
-            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if _is_file_at(number, lock):
-                return number
-        except BlockingIOError:
-            holder = _statement_in(number)
-            if _is_file_at(number, lock):
-                os.close(number)
-                raise ValueError(f"{refusal}, which {holder} holds; wait for it, or name another place") from None
-        except OSError as error:
-            if error.errno not in _NO_LOCKS:
-                os.close(number)
-                raise
-            logger.warning(
-                "%s: this file system has no locks (%s): make sure that nobody else writes there", lock.parent, error
-            )
-            return number
-        os.close(number)  # the holder has removed the file since it was opened
-
-
-def _is_file_at(number: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(number), os.stat(path, follow_symlinks=False))
-    except FileNotFoundError:
-        return False
-
-
-def _statement_in(number: int) -> str:
-    """Return who holds a lock file. Holders write their statement shortly after they lock the file."""
-    for _ in range(50):
-        statement = os.pread(number, 4096, 0).decode("utf-8", "replace")
-        if statement.endswith("\n"):
-            return " ".join(statement.split())
-        time.sleep(0.02)
-    return "another process (which has not stated its id)"
 
 
 def append_line(path: str | Path, values: Any) -> None:

@@ -1,4 +1,4 @@
-"""Commands that write an output folder or a resumable file: a second one is refused and told the writer."""
+"""Commands that write an output folder or a resumable file: a second one is refused."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from medusa_decoding.files import only_writer
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 import workshop
 
-HELD = r"expected a place that nobody else writes to, got \S+, which process (\d+) on \S+ \((.*), since .*\) holds"
+HELD = r"another process writes to \S+ \(it holds \S+\.lock\)"
 
 
 def start(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
@@ -59,16 +59,13 @@ def test_only_one_training_writes_a_folder_and_a_killed_one_releases_it(
         _, said = loser.communicate()
         assert loser.returncode == 2
         (line,) = [line for line in said.splitlines() if line.startswith("medusa: ")]
-        held = re.search(f"output.folder: {HELD}", line)
-        assert held is not None, line
-        assert int(held[1]) == winner.pid
-        assert f"train --config {recipe}" in held[2]
+        assert re.search(f"output.folder: {HELD}", line), line
         while not list((tmp_path / "out").glob("checkpoints/step-*")):
             assert winner.poll() is None, winner.communicate()
             time.sleep(0.1)
         # A --check is refused in the same way, and another folder is free.
         assert main([*command, "--check", "--resume"]) == 2
-        assert re.search(f"process {winner.pid} on", capsys.readouterr().err)
+        assert re.search(HELD, capsys.readouterr().err)
         assert main([*command, "--check", "--set", f"output.folder={tmp_path / 'out' / 'inner'}"]) == 0
     finally:
         for process in two:
@@ -89,9 +86,7 @@ def test_distil_holds_the_folder_that_it_will_train_into(recipe: Path, tmp_path:
             process = start(*arguments)
             _, said = process.communicate(timeout=120)
         assert process.returncode == 2
-        held = re.search(HELD, said)
-        assert held is not None, said
-        assert int(held[1]) == os.getpid()
+        assert re.search(HELD, said), said
     assert not [path for path in tmp_path.glob("out/**/*") if path.is_file()]
 
 

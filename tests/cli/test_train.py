@@ -231,7 +231,7 @@ def test_every_setting_is_listed_with_its_source(capsys):
         (["--set", "optimisation.epoch=1"], "optimisation.epoch"),
         (["--set", "method.x=1"], "--set: expected a key of the settings, got 'method.x'"),
         (["--set", "model.name=nowhere/there"], "model.name: expected a model"),
-        (["--set", "optimisation={epochs: 1, epochs: 2}"], "epochs: expected one such key, got a second"),
+        (["--set", "optimisation={epochs: 1, epochs: 2}"], "expected a value in YAML, got '{epochs: 1, epochs: 2}'"),
         (["--set", f"optimisation.seed={2**32}"], "optimisation.seed: expected from 0 to below 2^32, got 4294967296"),
         (["--set", "heads.num_heads=47"], "heads.num_heads: expected at most 46 with data.length 48"),
         (["--set", "heads.token_map_size=99999"], "heads.token_map_size: expected at most the "),

@@ -1,14 +1,10 @@
-"""One writer per output path: a second one is told the holder, and a killed holder releases it."""
+"""One writer per output path: a second one is refused, and a killed holder releases it."""
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import json
 import os
-import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -42,16 +38,12 @@ def end(process: subprocess.Popen[str]) -> None:
     process.communicate(timeout=60)
 
 
-def test_a_second_writer_is_told_the_holder_until_the_first_ends(tmp_path: Path) -> None:
+def test_a_second_writer_is_refused_until_the_first_ends(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "a"
     first = holder(folder)
-    expected = r"^out: expected a place that nobody else writes to, got "
-    with pytest.raises(ValueError, match=expected) as caught, only_writer("out", folder, inside=True):
+    expected = rf"^out: another process writes to {folder} \(it holds {folder / '.lock'}\); wait for it"
+    with pytest.raises(ValueError, match=expected), only_writer("out", folder, inside=True):
         raise AssertionError("held twice")
-    said = str(caught.value)
-    assert f"process {first.pid} on {socket.gethostname()} (" in said
-    assert re.search(r"python.* -c .*, since 20\d\d-\d\d-\d\d ", said)
-    assert "\n" not in said
     # Neither another folder nor one in it or around it is held.
     for other in (tmp_path / "runs" / "b", folder / "c", tmp_path / "runs"):
         with only_writer("out", other, inside=True):
@@ -69,9 +61,9 @@ def test_a_killed_holder_releases_the_folder(tmp_path: Path) -> None:
     first.send_signal(signal.SIGKILL)
     first.wait(timeout=60)
     end(first)
-    assert f"process {first.pid} " in (tmp_path / ".out.json.lock").read_text()
+    assert (tmp_path / ".out.json.lock").exists()
     with only_writer("out", file):
-        assert f"process {os.getpid()} " in (tmp_path / ".out.json.lock").read_text()
+        pass
     assert list(tmp_path.iterdir()) == []
 
 
@@ -92,7 +84,7 @@ def test_another_name_of_the_folder_is_the_same_folder(tmp_path: Path, monkeypat
         thread = threading.Thread(target=other)
         thread.start()
         thread.join()
-        assert f"process {os.getpid()} " in refused[0]
+        assert refused[0].startswith("out: another process writes to link")
         assert (tmp_path / "a" / ".lock").exists()
     assert list((tmp_path / "a").iterdir()) == []
 
@@ -101,35 +93,15 @@ def test_a_folder_that_is_replaced_has_one_writer(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     first = holder(folder, "beside")
     for replace in (False, True):
-        with pytest.raises(ValueError, match=f"process {first.pid} "), whole_folder(folder, replace=replace):
+        with (
+            pytest.raises(ValueError, match="folder: another process writes to"),
+            whole_folder(folder, replace=replace),
+        ):
             raise AssertionError("written by two")
     end(first)
     with whole_folder(folder) as staging:
         (staging / "a").write_text("a")
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "out"]
-
-
-def test_a_lock_file_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
-    precious = tmp_path / "precious"
-    precious.write_text("mine")
-    (tmp_path / ".out.lock").symlink_to(precious)
-    with pytest.raises(OSError), only_writer("out", tmp_path / "out"):  # noqa: PT011 (which one is the system's matter)
-        pass
-    assert precious.read_text() == "mine"
-
-
-def test_a_file_system_without_locks_gives_a_warning_and_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def unsupported(number: int, operation: int) -> None:
-        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
-
-    monkeypatch.setattr(fcntl, "flock", unsupported)
-    with only_writer("out", tmp_path / "a", inside=True):
-        (tmp_path / "a" / "kept").touch()
-    (said,) = caplog.messages
-    assert f"{tmp_path / 'a'}: this file system has no locks (" in said
-    assert [file.name for file in (tmp_path / "a").iterdir()] == ["kept"]
 
 
 APPEND = """

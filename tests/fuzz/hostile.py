@@ -38,33 +38,3 @@ SHAPES = {
     )
 }  # fmt: skip
 JSON = NESTED | NUMBERS | BYTES | SHAPES
-
-ALIASES = "\n".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9) if n else 'x'}]" for n in range(12)).encode()
-MERGED = (f"<<: [{', '.join([f'*a{n - 1}'] * 9)}]" if n else "x: 1" for n in range(12))
-MERGES = "\n".join(f"a{n}: &a{n} {{{keys}}}" for n, keys in enumerate(MERGED))
-CHAIN = "\n".join(f"a{n}: &a{n} [{f'*a{n - 1}' if n else 'x'}]" for n in range(3000)).encode()
-YAML = JSON | {
-    "aliases": ALIASES,
-    "merges": MERGES.encode(),
-    "chain": CHAIN,
-    "own": b"a: &a {b: *a}",
-    "keys": b"? [a, b]\n: 1",
-    "mapping as key": b"? {a: b}\n: 1",
-    "repeated": b"a: 1\na: 2",
-    "integer": b"a: !!int x",
-    "no integer": b"a: !!int ''",
-    "truth": b"a: !!bool maybe",
-    "no float": b"a: !!float ''",
-    "month": b"a: 2001-13-41",
-    "no time": b"a: !!timestamp x",
-    "binary tag": b"a: !!binary '%'",
-    "python": b"a: !!python/object/apply:os.system ['true']",
-    "sexagesimal": b"a: " + b"1:" * 2000 + b"1",
-    "pairs": b"!!omap [1, 2]",
-    "blocks": b"".join(b" " * n + b"- \n" for n in range(400)),
-    "dashes": b"- " * 5000,
-    "anchors": b"a: &a *a",
-    "documents": b"--- a\n" * 1000,
-    "large": b"a: [" + b"1, " * 10**6 + b"1]",
-    "values": b"a: [" + b"1, " * 20000 + b"1]",
-}

@@ -4,14 +4,14 @@ import argparse
 import json
 
 import pytest
-from hostile import JSON, NESTED, YAML
+from hostile import JSON, NESTED
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from limits import MIB, bounded
 
 from medusa_decoding import Tree
 from medusa_decoding.checkpoints.accuracies import read_accuracies
-from medusa_decoding.cli import _arguments, chat, train
+from medusa_decoding.cli import _arguments, chat
 from medusa_decoding.cli.tree import find_shares
 from medusa_decoding.decode.adaptive.step_times import StepTimes
 from medusa_decoding.evaluation import read_prompts
@@ -94,25 +94,6 @@ def test_damaged_json_is_read_or_refused(kind, tmp_path_factory, data):
     path.write_bytes(bytes(content))
     with bounded(ValueError, OSError, seconds=2, memory=64 * MIB):
         READERS[kind](path)
-
-
-@pytest.mark.parametrize("name", YAML)
-def test_hostile_yaml_is_read_or_refused(name, tmp_path):
-    path = tmp_path / "config.yaml"
-    path.write_bytes(YAML[name])
-    with bounded(ValueError, seconds=3, memory=64 * MIB) as said:
-        Config.of(config_schema.read_yaml(path))
-    assert said, f"{name} is no configuration"
-    text = YAML[name].decode("utf-8", "replace")
-    for setting in (f"data={text}", text, f"{text}=1"):
-        if len(setting) > 2**17:  # more than Linux takes as one argument
-            continue
-        with bounded(ValueError, seconds=3, memory=64 * MIB) as said:
-            train.read_config(argparse.Namespace(config=None, set=[setting]))
-        path.write_text("model: {name: x}\n")
-        with bounded(ValueError, seconds=3, memory=64 * MIB) as said:
-            train.read_config(argparse.Namespace(config=str(path), set=[setting]))
-        assert said
 
 
 @settings(max_examples=100, deadline=None, database=None)

@@ -64,16 +64,21 @@ def setting(default: Any, meaning: str, source: str = "", within: Range | None =
 
 # -- YAML --------------------------------------------------------------------------------------------------------------
 
-YAML_BYTES = 2**16
-"""Size of a YAML text; PyYAML reads about as much in a second."""
-YAML_VALUES = 10**5
-"""Values in a YAML text; an alias counts as all values that it stands for, each time."""
-YAML_DEPTH = 50
-"""Levels of nested lists and mappings."""
+# PyYAML has no error of its own for a value that does not fit its tag: !!int x, a 13th month.
+_NOT_YAML = (yaml.YAMLError, ValueError, LookupError, AttributeError, TypeError, ArithmeticError, RecursionError)
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's safe subset, with numbers such as 5e-4 as in YAML 1.2."""
+    """YAML's safe subset, with numbers such as 5e-4 as in YAML 1.2, and each key once."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        """Refuse a mapping with a repeated key."""
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if str(key.value) in seen:
+                raise yaml.YAMLError(f"the key {key.value!r} again in line {key.start_mark.line + 1}")
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
 
 
 _FLOAT = re.compile(r"^[-+]?(?:[0-9][0-9_]*)(?:\.[0-9_]*)?[eE][-+]?[0-9]+$")
@@ -84,15 +89,15 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """Read a YAML file that holds a mapping without repeated keys.
 
     Raises:
-        ValueError: no such file, not YAML, not a mapping, a repeated key, too large or too deep.
+        ValueError: no such file, not YAML, not a mapping, a repeated key.
     """
     try:
-        text = read_text(path, YAML_BYTES)
+        text = read_text(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"config: expected a readable file, got {path} ({error})") from error
     try:
-        value = _parse(text)
-    except yaml.YAMLError as error:
+        value = yaml.load(text, _Loader)
+    except _NOT_YAML as error:
         raise ValueError(f"config: expected YAML in {path}, got {error}") from error
     if not isinstance(value, dict):
         got = "nothing" if value is None else {"list": "seq"}.get(type(value).__name__, type(value).__name__)
@@ -104,65 +109,12 @@ def parse_yaml(text: str) -> Any:
     """Return the value of a piece of YAML.
 
     Raises:
-        ValueError: not YAML, too large or too deep.
+        ValueError: not YAML.
     """
-    if len(text) > YAML_BYTES:
-        raise ValueError(f"expected a value in at most {YAML_BYTES:,} characters of YAML, got {len(text):,}")
     try:
-        return _parse(text)
-    except yaml.YAMLError as error:
+        return yaml.load(text, _Loader)
+    except _NOT_YAML as error:
         raise ValueError(f"expected a value in YAML, got {shown(text)}") from error
-
-
-def _parse(text: str) -> Any:
-    """Return the value of a YAML text; raise `yaml.YAMLError` if it is none, `ValueError` if it exceeds the bounds."""
-    loader = _Loader(text)
-    try:
-        node = loader.get_single_node()
-    except RecursionError as error:
-        raise ValueError(f"config: expected YAML of at most {YAML_DEPTH} levels, got more") from error
-    if node is None:
-        return None
-    _check_node(node, "", {})
-    try:
-        return loader.construct_document(node)
-    except (ValueError, LookupError, AttributeError, TypeError, ArithmeticError) as error:
-        # PyYAML has no error of its own for a value that does not fit its tag: !!int x, a 13th month.
-        raise yaml.YAMLError(f"a value that does not fit its type ({error})") from error
-
-
-def _check_node(node: Any, path: str, sizes: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
-    """Return how many values and levels a node of `yaml.compose` stands for; refuse too many, repeated keys, and loops.
-
-    `sizes` has the results by the nodes' ids, so that each is visited once; None during the visit. An alias is the very
-    node that it stands for.
-    """
-    if id(node) in sizes:
-        size = sizes[id(node)]
-        if size is None:
-            raise ValueError(f"{path}: expected values that do not hold themselves, got an alias of what it is in")
-        return size
-    sizes[id(node)] = None
-    parts: list[tuple[Any, str]] = []
-    if isinstance(node, yaml.SequenceNode):
-        parts = [(entry, f"{path}[{place}]") for place, entry in enumerate(node.value)]
-    elif isinstance(node, yaml.MappingNode):
-        names: set[str] = set()
-        for key, value in node.value:
-            name = _join(path, str(key.value))
-            if name in names:
-                raise ValueError(f"{name}: expected one such key, got a second in line {key.start_mark.line + 1}")
-            names.add(name)
-            parts += [(key, name), (value, name)]
-    inner = [_check_node(part, name, sizes) for part, name in parts]
-    values, levels = 1 + sum(size[0] for size in inner), 1 + max((size[1] for size in inner), default=0)
-    if values > YAML_VALUES or levels > YAML_DEPTH:
-        raise ValueError(
-            f"config: expected at most {YAML_VALUES:,} values in {YAML_DEPTH} levels, aliases counted as what "
-            "they stand for, got more"
-        )
-    sizes[id(node)] = values, levels
-    return values, levels
 
 
 def write_yaml(settings: Any) -> str:
