@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+import toy
 import workshop
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from workshop import curve, heads_tensors, losses
@@ -641,12 +642,18 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(shop, tmp_path, finished):
 
 def test_a_run_resumes_only_with_its_own_data(shop, tmp_path):
     base, data = shop
-    own = tmp_path / "own.jsonl"
-    own.write_bytes(data.read_bytes())
+    own, records = tmp_path / "own.jsonl", [json.loads(line) for line in data.read_text().splitlines()]
+    two_answers = toy.sharegpt("one", "Paris is", "two", "the capital")
+    toy.write_lines(own, two_answers, *records)
     train(workshop.config(tmp_path / "run", base, own))
-    own.write_text("".join(reversed(data.read_text().splitlines(keepends=True))))
-    with pytest.raises(ValueError, match=r"expected a run on these very rows, got one on others"):
-        train(workshop.config(tmp_path / "run", base, own), resume=True)
+    two_answers["conversations"][1]["weight"] = 0  # the same tokens, of which fewer are learnt
+    for changed in (
+        [two_answers, *records],
+        [*reversed(records), toy.sharegpt("one", "Paris is", "two", "the capital")],
+    ):
+        toy.write_lines(own, *changed)
+        with pytest.raises(ValueError, match=r"expected a run on these very rows, got one on others"):
+            train(workshop.config(tmp_path / "run", base, own), resume=True)
 
 
 def test_a_model_in_the_output_folder_is_not_overwritten(shop, tmp_path):
@@ -992,21 +999,18 @@ def launch(script, folder, sharding):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("method", "sharding"), [("medusa-1", "none"), ("medusa-2", "full"), ("self-distillation", "none")]
-)
-def test_two_processes_give_the_curve_of_one(shop, tmp_path, method, sharding):
-    options = {} if method == "medusa-1" else {"lora": {"dropout": 0.0}}
-    options["loss"] = {"targets": "kl"}
+def test_two_processes_give_the_curve_of_one(shop, tmp_path):
+    """Without sharding. With it: the next tests, and the one of divided weights."""
+    method, options = "self-distillation", {"lora": {"dropout": 0.0}, "loss": {"targets": "kl"}}
     train(workshop.config(tmp_path / "one", *shop, method, **options))
     folder = tmp_path / "two"
     names = {"tests": str(Path(__file__).parent), "folder": str(folder), "base": str(shop[0]), "data": str(shop[1])}
     names |= {"method": method, "options": options}
     # Cut back to an earlier checkpoint, the two processes resume to the same result.
-    launch(LAUNCHED.format(**names) + CUT_BACK, folder, sharding)
+    launch(LAUNCHED.format(**names) + CUT_BACK, folder, "none")
     resumed, folder = folder, folder.with_name("two-before")
     state = json.loads((max((folder / "checkpoints").iterdir()) / saving.STATE).read_text())
-    assert (state["processes"], state["sharded"]) == (2, sharding == "full")
+    assert (state["processes"], state["sharded"]) == (2, False)
     one, two = curve(tmp_path / "one"), curve(folder)
     assert [line["step"] for line in one] == [line["step"] for line in two]
     assert losses(folder) == pytest.approx(losses(tmp_path / "one"), rel=1e-4, abs=1e-6)

@@ -26,13 +26,13 @@ from medusa_decoding.training.loop.processes import Processes
 STATES, THERE, ABOUT = "states.bin", "there.bin", "about.json"
 
 
-def fingerprint(rows: PackedDataset, settings: Mapping[str, Any]) -> str:
-    """Return a hash of all rows' tokens and of settings that the states depend on."""
+def fingerprint(rows: PackedDataset, settings: Mapping[str, Any], labels: bool = False) -> str:
+    """Return a hash of all rows' tokens and of settings that the states depend on, with `labels` also of those."""
     digest = hashlib.blake2b(json.dumps(dict(settings), sort_keys=True).encode(), digest_size=16)
     for number in range(len(rows)):
         row = rows[number]
-        digest.update(row["input_ids"].numpy().tobytes())
-        digest.update(row["position_ids"].numpy().tobytes())
+        for name in ("input_ids", "position_ids", *(("labels",) if labels else ())):
+            digest.update(row[name].numpy().tobytes())
     return digest.hexdigest()
 
 

@@ -375,7 +375,7 @@ class Trainer:
 
     @functools.cached_property
     def _data(self) -> str:
-        return fingerprint(self.rows, {})
+        return fingerprint(self.rows, {}, labels=True)
 
     def _named(self) -> dict[str, nn.Parameter]:
         named = {f"heads.{name}": weight for name, weight in self.heads.named_parameters()}
