@@ -88,7 +88,7 @@ def test_each_gpu_of_a_machine_gets_its_own_implementation(
 ) -> None:
     """A GPU too old for the kernels next to one that runs them, in either order of calls."""
     caplog.set_level(logging.INFO, logger="medusa_kernels")
-    capabilities = {0: (7, 5), 1: (8, 9)}
+    capabilities = {0: (7, 5), 1: (8, 0)}
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capabilities[torch.device(device).index])

@@ -10,7 +10,7 @@ import torch
 from budget import assert_within_twice
 from hypothesis import given
 from hypothesis import strategies as st
-from modes import DTYPES, NOT_FINITE, not_finite, reads_values
+from modes import DTYPES, NO_BF16, NOT_FINITE, not_finite, reads_values
 from torch import Tensor
 
 from medusa_kernels import reference, tree_verify
@@ -202,6 +202,15 @@ def test_greedy_is_the_argmax_of_the_model(device: str, dtype: torch.dtype) -> N
     case = make(2, 16, 64, 4096, dtype=dtype, device=device)
     logits = torch.nn.functional.linear(case["hidden"], case["weight"])
     assert torch.equal(tree_verify(**case, want_stats=False)[0], logits.float().argmax(-1))
+
+
+@NO_BF16
+def test_logits_are_rounded_before_the_argmax(device: str) -> None:
+    """256 and 256.5 are one number in bfloat16, so the first token wins."""
+    hidden, weight = torch.tensor([[[256.0, 1.0]]]), torch.tensor([[1.0, 0.0], [1.0, 0.5]])
+    hidden, weight = (tensor.to(device, torch.bfloat16) for tensor in (hidden, weight))
+    candidates = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    assert tree_verify(hidden, weight, candidates, want_stats=False)[0].tolist() == [[0]]
 
 
 def test_noise_is_added_after_the_temperature(device: str) -> None:
