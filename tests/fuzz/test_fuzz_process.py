@@ -58,7 +58,7 @@ def test_an_interrupt_during_imports_says_so_in_one_line():
 @pytest.mark.slow
 def test_a_job_in_the_background_that_ignores_interrupts_goes_on():
     command = "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_IGN); from medusa_decoding.cli import main; "
-    command += "sys.argv[1:] = ['tree', '--help']; sys.exit(main())"
+    command += "import torch; sys.argv[1:] = ['tree', '--help']; sys.exit(main())"
     process = subprocess.Popen(
         [sys.executable, "-c", command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
