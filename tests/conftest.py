@@ -1,11 +1,12 @@
-"""What every test relies on: threads under pytest-xdist, the GPU skip, a cache of its own, and setup.py as a module."""
+"""What every test relies on: threads under pytest-xdist, pairs of parameters, the GPU skip, an own cache, setup.py."""
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
@@ -21,6 +22,51 @@ collect_ignore = ["clients", *([] if "emulator.plugin" in sys.modules else ["emu
 # Several workers on few cores: one thread each. Read by OpenMP when torch is first imported, hence here.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--products", action="store_true", help="run every combination of parameters, not only enough for all pairs"
+    )
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of each test's combinations of parameters keep enough that every two values meet. After -k and -m."""
+    if config.getoption("--products"):
+        return
+    groups: dict[object, list[pytest.Item]] = {}
+    for item in items:
+        groups.setdefault(_alike(item), []).append(item)
+    kept = {item for group in groups.values() for item in _pairs(group)}
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
+
+
+def _alike(item: pytest.Item) -> object:
+    """Return a key that a test's combinations share, unless some of them are skipped on this machine."""
+    skipped = any(
+        mark.name in ("gpu", "skip") or (mark.name == "skipif" and mark.args[0]) for mark in item.iter_markers()
+    )
+    values = item.callspec.params if hasattr(item, "callspec") else {}
+    return item.nodeid.split("[")[0], skipped, values.get("isa")
+
+
+def _pairs(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """Choose items, most new pairs first, until all pairs of parameters' values that occur in `items` are covered."""
+    if len(items) == 1:
+        return [*items]
+    left = {}
+    for item in items:
+        values = [(name, id(value)) for name, value in sorted(item.callspec.params.items())]  # type: ignore[attr-defined]
+        left[item] = set(itertools.combinations(values, min(2, len(values))))
+    chosen = []
+    while left:
+        best = max(left, key=lambda item: len(left[item]))
+        covered = left.pop(best)
+        chosen.append(best)
+        left = {item: rest for item, pairs in left.items() if (rest := pairs - covered)}
+    return chosen
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
