@@ -53,11 +53,10 @@ def test_int8_weights_count_as_they_are_stored():
 
 @pytest.mark.slow
 def test_compiled_ways():
-    ways = ("eager", "compiled", "transformers-compiled")
-    records = bench_cpu_step.measure("tiny", "fp32", ways, (1, 4), PREFIX, rounds=1)
-    assert rows(records) == [
-        ("eager", 1), ("eager", 4), ("compiled", 1), ("compiled", 4), ("transformers-compiled", 1),
-    ]  # fmt: skip
+    ways = ("compiled", "transformers-compiled")
+    records = bench_cpu_step.measure("tiny", "fp32", ways, (4,), PREFIX, rounds=1)
+    assert ("compiled", 4) in rows(records)
+    assert ("transformers-compiled", 1) in rows(records)
 
 
 def test_llama_cpp_decodes_the_same_model():

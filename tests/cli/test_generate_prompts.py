@@ -181,14 +181,14 @@ def test_a_finished_run_has_nothing_to_resume(run):
 
 @pytest.mark.slow
 def test_a_killed_run_continues(tmp_path):
-    """kill -9 while answers are being written, twice; then all lines are those of a run that nobody stopped."""
+    """kill -9 while answers are being written; then all lines are those of a run that nobody stopped."""
     requests = [json.loads(line)["request"] for line in (CHECKPOINT / "answers.jsonl").open()][:40]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in requests))
     command = [sys.executable, "-m", "medusa_decoding", "generate", "--chat", "--device", "cpu", "--dtype", "float32",
                "--prompts", "prompts.jsonl", "--max-new-tokens", "64"]  # fmt: skip
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     out = tmp_path / "killed.jsonl"
-    for least in (3, 12):
+    for least in (3,):
         killed = subprocess.Popen([*command, "--out", out, "--resume", "--slots", "2"], cwd=tmp_path, env=environment)
         deadline = time.monotonic() + 120
         while not out.exists() or out.read_bytes().count(b"\n") < least:

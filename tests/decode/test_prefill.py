@@ -299,7 +299,9 @@ def test_hooks_and_other_classes_of_the_last_layer_see_every_token(name):
 
 
 # With dynamic scaling, keys of another length have other frequencies: see test_memory.py.
-@pytest.mark.parametrize("name", [name for name in VARIANTS if name != "dynamic rope"])
+@pytest.mark.parametrize(
+    "name", ["qwen3", "mistral window 4", "qwen2 window 9 in some layers", "multi-query", "yarn rope"]
+)
 @pytest.mark.parametrize("reuse", [1, 5])
 def test_only_new_tokens_run_through_the_model(name, reuse, way, monkeypatch):
     (family, overrides), lengths, batches, states = VARIANTS[name], [6, 17, 9], [], []
@@ -471,7 +473,7 @@ def test_flash_kernels_attend_over_the_cache(dtype, length, offset):
     draw = functools.partial(torch.randn, generator=generator)
     q = draw(2, length, 6, 16).to(dtype)
     lens = torch.full((2,), offset, dtype=torch.int32)
-    for kv_heads, size in itertools.product((1, 2, 6), (None, 1, 40, 200, 5000)):
+    for kv_heads, size in ((1, None), (2, 1), (6, 40), (2, 200), (1, 5000), (6, None)):
         cache = draw(3, 2, 2, kv_heads, offset + length + 9, 16).to(dtype)
         k, v = cache[1]
         k[:, :, offset + length :] = v[:, :, offset + length :] = torch.nan

@@ -137,8 +137,8 @@ def test_in_bfloat16_texts_differ_only_at_ties(measured, prompts):
     base = AutoModelForCausalLM.from_pretrained(CHECKPOINT / "base", dtype=torch.bfloat16)
     tree, parted = Tree.optimal(measured["calibration"], 64), 0
     with MedusaModel.from_pretrained(CHECKPOINT / "heads", dtype=torch.bfloat16, tree=tree) as model:
-        got = [model.generate(ids, max_new_tokens=128).sequences[0].tolist() for ids in prompts]
-    for number, (ids, ours) in enumerate(zip(prompts, got, strict=True)):
+        got = [model.generate(ids, max_new_tokens=128).sequences[0].tolist() for ids in prompts[:8]]
+    for number, (ids, ours) in enumerate(zip(prompts[:8], got, strict=True)):
         theirs = own_text(base, ids, 128)
         if ours == theirs:
             continue
@@ -151,4 +151,4 @@ def test_in_bfloat16_texts_differ_only_at_ties(measured, prompts):
         print(f"prompt {number} parts at token {first}: logits {both}, a bfloat16 step is {step}")
         # Each of the two passes may round either logit once.
         assert abs(both[0] - both[1]) <= 2 * step
-    assert parted < 12
+    assert parted < 4

@@ -239,8 +239,7 @@ def test_a_missing_op_is_reported(capfd: pytest.CaptureFixture[str]) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("arch", inspection.ARCHS)
-@pytest.mark.parametrize("kind", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(("kind", "arch"), [("bf16", "80"), ("fp16", "86"), ("bf16", "90"), ("fp32", "100")])
 def test_rope_append_rounds_every_product(kind: str, arch: str) -> None:
     """No multiply-add except x * y - 0 and x * 1 + y: any other would round once where PyTorch rounds twice."""
     specs = {spec.name: spec for spec in FORMS["rope_append"](TARGETS[arch])}

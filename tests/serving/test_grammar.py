@@ -84,7 +84,7 @@ def ids_of(tokenizer, text):
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
-@pytest.mark.parametrize("sampling", [{}, *({"do_sample": True, "seed": seed} for seed in range(3))], ids=str)
+@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "seed": 0}], ids=str)
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_every_text_satisfies_its_schema_and_trees_write_the_same(name, sampling, demo, tokenizer, grammars):
     prompt = torch.tensor([ids_of(tokenizer, "Write a class Dog with name and age.")])

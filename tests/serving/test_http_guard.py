@@ -257,7 +257,7 @@ def statuses_of(operation, mode):
 
     @given(operation.as_strategy(generation_mode=mode), strategies.data())
     @settings(
-        max_examples=60, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck),
+        max_examples=30, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck),
         phases=[Phase.generate],
     )  # fmt: skip
     def call(case, data):

@@ -56,10 +56,10 @@ def resident():
 
 
 @pytest.mark.slow
-def test_a_hundred_concurrent_requests_get_what_they_get_alone(demo, encoder):
+def test_forty_concurrent_requests_get_what_they_get_alone(demo, encoder):
     asked = [
         (request.text, number, SETTINGS[number % len(SETTINGS)], number % 2 == 0)
-        for number, request in enumerate(draw(100, seed=21))
+        for number, request in enumerate(draw(40, seed=21))
     ]
     expected = [offline(demo, encoder, content, seed, settings) for content, seed, settings, _ in asked]
 

@@ -288,12 +288,11 @@ STAY = {"type": "object", "properties": {"until": {"type": "string", "maxLength"
 TOOLS = [tool("move", MOVE), tool("stay.here", STAY), tool("jump")]
 
 
-@pytest.mark.parametrize("tagged", [True, False])
 @pytest.mark.parametrize(
-    ("choice", "names", "most"),
+    ("choice", "names", "most", "tagged"),
     [
-        ("required", {"move", "stay.here", "jump"}, 99),
-        ({"type": "function", "function": {"name": "move"}}, {"move"}, 1),
+        ("required", {"move", "stay.here", "jump"}, 99, True),
+        ({"type": "function", "function": {"name": "move"}}, {"move"}, 1, False),
         (
             {
                 "type": "allowed_tools",
@@ -304,6 +303,7 @@ TOOLS = [tool("move", MOVE), tool("stay.here", STAY), tool("jump")]
             },
             {"stay.here"},
             99,
+            True,
         ),
     ],
     ids=["required", "named", "allowed"],

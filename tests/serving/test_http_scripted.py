@@ -143,10 +143,11 @@ def test_responses_have_the_fields_of_the_schema(scripted, tool_template, path, 
     with live(scripted(HERMES), tool_template) as server:
         operation = httpx.get(f"{server.url}/openapi.json").json()["paths"][path]["post" if fields else "get"]
         described, where = operation["responses"]["200"]["content"], server.url + path.format(model="demo")
-        check(httpx.get(where).json() if fields is None else httpx.post(where, json={"model": "demo", **fields}).json())
+        answer = httpx.get(where) if fields is None else httpx.post(where, json={"model": "demo", **fields}, timeout=60)
+        check(answer.json())
         if path in (CHAT, TEXT):
             streamed = {"model": "demo", "stream": True, "stream_options": {"include_usage": True}, **fields}
-            *events, done = httpx.post(where, json=streamed).text.split("\n\n")[:-1]
+            *events, done = httpx.post(where, json=streamed, timeout=60).text.split("\n\n")[:-1]
             assert done == "data: [DONE]"
             for event in events:
                 check(json.loads(event.removeprefix("data: ")), "text/event-stream")
