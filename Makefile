@@ -3,9 +3,12 @@
 #   make demo            .venv, install, run the main job
 #   make test            .venv, editable install, the tests without slow ones  (TESTS=tests/kernels PYTEST_ARGS="-x" JOBS=4)
 #   make test-all        every test
-#   make test-emulated  the kernels as compiled for sm_80, 86 and 90, run without a GPU, races looked for 
+#   make test-products   every test with every combination of its parameters
+#   make faults          single faults, one at a time, each with the test that must fail for it   (FAULTS=tests/faults/cpp.yaml)
+#   make test-emulated   the kernels as compiled for sm_80, 86 and 90, run without a GPU, races looked for 
 #   make test-interpreted  the Triton kernels in Triton's interpreter
-#   make kernels         every kernel compiled for sm_80, 86, 89, 90, 100, 120: registers, spills, memory, instructions; checked
+#   make kernels         kernels compiled for sm_80 and 90, and the launches of real models for all GPUs; checked
+#   make kernels-all     all kernels compiled for sm_80, 86, 89, 90, 100, 120: registers, spills, memory, instructions; checked
 #   make sanitize        random cases of the C++ ops under the sanitizers of addresses, undefined behaviour and threads
 #   make lint types      ruff, mypy
 #   make bench           benchmarks
@@ -65,7 +68,7 @@ stage = @if [ -z "$(FORCE)" ] && [ -e "$(STAMPS)/$@" ]; then echo "$@: done for 
 
 EMULATED_PARTS := test-emulated-80 test-emulated-86 test-emulated-90 test-emulated-sample
 
-.PHONY: demo train-demo demo-model smollm2-heads test test-all test-interpreted test-emulated $(EMULATED_PARTS) test-transformers test-lowest test-clients sanitize lint format types bench docs newcomer wheel-test no-nvcc kernels clean gpu gpu-build gpu-tune $(GPU_STAGES)
+.PHONY: demo train-demo demo-model smollm2-heads test test-all test-products faults test-interpreted test-emulated $(EMULATED_PARTS) test-transformers test-lowest test-clients sanitize lint format types bench docs newcomer wheel-test no-nvcc kernels kernels-all clean gpu gpu-build gpu-tune $(GPU_STAGES)
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -129,6 +132,14 @@ test: $(EDITABLE)
 test-all: $(EDITABLE)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) $(PYTEST_ARGS) $(TESTS)
 
+# Every combination of parameters. The others run enough of them that every two values meet (tests/conftest.py).
+test-products: $(EDITABLE)
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --products $(PYTEST_ARGS) $(TESTS)
+
+# Mistakes that tests must find, one at a time: tests/faults. Half an hour of two cores.
+faults: $(EDITABLE)
+	$(BIN)/python -m tests.faults.run --jobs $(JOBS) $(FAULTS)
+
 # The kernels in Triton's interpreter, on CPU tensors: every op against its specification, and whole generations.
 test-interpreted: $(EDITABLE)
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) $(PYTEST_ARGS) tests/kernels tests/decode/test_fused.py
@@ -161,8 +172,23 @@ test-transformers: $(EDITABLE)
 		past_key_values) and not compil and not recompile and not Integration" \
 		$(foreach family,llama mistral qwen2 qwen3,tests/models/$(family)/test_modeling_$(family).py))
 
-test-lowest:
-	$(MAKE) test-all VENV=.venv-lowest TRANSFORMERS=transformers==5.17.0 PIP_FLAGS=--no-compile
+# In an environment on top of $(VENV), which has only transformers' lowest version and what it wants instead.
+LOWEST_VENV := .venv-lowest
+LOWEST := transformers==5.17.0
+# Whatever uses transformers for more than making a model.
+LOWEST_TESTS := tests/transformers_suite tests/cli/test_template.py tests/training/test_packing.py \
+	$(patsubst %,tests/checkpoints/test_%.py,base_revision gguf one_loader) \
+	$(patsubst %,tests/decode/test_%.py,attention custom_generate custom_generate_surface from_pretrained greedy lora \
+	model_cache processors quantised recording_hooks robustness states stopping tensor_parallel transformers_surface unsupported)
+test-lowest: $(LOWEST_VENV)/.installed
+	OMP_NUM_THREADS=1 $(LOWEST_VENV)/bin/python -m pytest -n $(JOBS) $(PYTEST_ARGS) $(if $(TESTS:tests=),$(TESTS),$(LOWEST_TESTS))
+
+$(LOWEST_VENV)/.installed: $(EDITABLE)
+	$(BIN)/python -m venv $(LOWEST_VENV)
+	$(LOWEST_VENV)/bin/python -c "from sysconfig import get_path; below = get_path('purelib', vars={'base': '$(abspath $(VENV))'}); \
+		open(get_path('purelib') + '/below.pth', 'w').write(f'import site; site.addsitedir({below!r})')"
+	$(PIP:$(BIN)/%=$(LOWEST_VENV)/bin/%) $(LOWEST)
+	@touch "$@"
 
 # Clients of the server that other projects write, in an environment of their own, with a table of what works at the end.
 # LOAD=1 adds guidellm, which needs torch. Bytecode is cached, because each command line starts Python again.
@@ -276,11 +302,15 @@ $(GPU_ABLATIONS): gpu-build
 gpu-tune: gpu-build
 	$(ON_GPU) -m benchmarks.tune_kernels --budget 520 $(TUNE_ARGS)
 
-# Every kernel compiled for every target, without a GPU: registers, spills, shared memory, instructions. Then the launches
-# of whole steps: how many multiprocessors they leave idle.
+# Without a GPU: registers, spills, shared memory, instructions of all forms for an A100 and an H100, then of the launches of
+# whole steps of real models on every GPU, and how many multiprocessors they leave idle.
 kernels: $(EDITABLE)
-	$(BIN)/python -m benchmarks.inspection
+	$(BIN)/python -m benchmarks.inspection --arch 80 --arch 90
 	$(BIN)/python -m benchmarks.inspection --grids
+
+# All forms for all targets.
+kernels-all: $(EDITABLE)
+	$(BIN)/python -m benchmarks.inspection
 
 newcomer:
 	.ci/newcomer $(PYTHON) "$(TORCH)"
