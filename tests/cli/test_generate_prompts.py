@@ -157,12 +157,13 @@ def test_several_files_and_folders_are_read_in_order(run, prompts, tmp_path, che
 # --- resuming
 
 
-def test_a_half_written_line_is_made_again(run, tmp_path):
-    _, whole = run()
+@pytest.mark.parametrize("settings", [[], ["--temperature", "0.8", "--seed", "5"]], ids=["greedy", "sampled"])
+def test_a_half_written_line_is_made_again(run, tmp_path, settings):
+    _, whole = run(*settings)
     out = tmp_path / "out.jsonl"
     kept = out.read_bytes().splitlines(keepends=True)
     out.write_bytes(b"".join(kept[:3]) + kept[3][:20])
-    figures, lines = run("--resume", "--slots", 2, "--tree", "chain:2")
+    figures, lines = run("--resume", "--slots", 2, "--tree", "chain:2", *settings)
     assert [without_steps(line) for line in lines] == [without_steps(line) for line in whole]
     assert figures["earlier"] == 3
     assert figures["new_tokens"] == sum(json.loads(line)["new_tokens"] for line in kept[3:])
@@ -188,15 +189,14 @@ def test_a_killed_run_continues(tmp_path):
                "--prompts", "prompts.jsonl", "--max-new-tokens", "64"]  # fmt: skip
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     out = tmp_path / "killed.jsonl"
-    for least in (3,):
-        killed = subprocess.Popen([*command, "--out", out, "--resume", "--slots", "2"], cwd=tmp_path, env=environment)
-        deadline = time.monotonic() + 120
-        while not out.exists() or out.read_bytes().count(b"\n") < least:
-            assert killed.poll() is None, "the run ended before it was killed"
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
-        os.kill(killed.pid, signal.SIGKILL)
-        killed.wait()
+    killed = subprocess.Popen([*command, "--out", out, "--resume", "--slots", "2"], cwd=tmp_path, env=environment)
+    deadline = time.monotonic() + 120
+    while not out.exists() or out.read_bytes().count(b"\n") < 3:
+        assert killed.poll() is None, "the run ended before it was killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+    os.kill(killed.pid, signal.SIGKILL)
+    killed.wait()
     before = out.read_bytes().count(b"\n")
     assert before < len(requests)
     for file, argv in ((out, ["--resume"]), (tmp_path / "whole.jsonl", [])):
