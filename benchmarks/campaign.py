@@ -312,9 +312,7 @@ def main(arguments: list[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog=f"stages: {', '.join(STAGES)}",
     )
-    parser.add_argument(
-        "stages", nargs="*", metavar="STAGE", help="default: all but `published`; `ablations`: all of them"
-    )
+    parser.add_argument("stages", nargs="*", metavar="STAGE", help="default: all but `published`")
     files = {
         "chats": "conversations to train on (train.jsonl.gz)",
         "other-chats": "other conversations to measure on (dev.jsonl.gz)",

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-CODE = (ROOT / "python" / "medusa_decoding", ROOT / "medusa_kernels")
 NOT_RUN = {"gpu": "needs a GPU", "network": "", "hours": "takes long", "terminal": "needs a terminal"}
 """Words that mark a block that no test runs, and what a block's title says of it."""
 PICTURES = (".svg", ".png")
