@@ -494,13 +494,8 @@ class MedusaModel:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Undo the swap; an error that ends the block is raised even if the swap cannot be undone now."""
-        try:
-            self.undo()
-        except ValueError as refusal:
-            if exc[0] is None:
-                raise
-            logger.warning("%s", refusal)
+        """Undo the swap."""
+        self.undo()
 
     def _check_swapped(self) -> None:
         if not self.backbone.swap.active:

@@ -8,7 +8,6 @@ refuses versions of these that are not transformers' own, by name.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import weakref
@@ -95,45 +94,6 @@ def check(base: Any, causal: Any, now: bool = True) -> None:
 def foreign_forward(cls: type[nn.Module]) -> str | None:
     """Return the name of a class's `forward` or `__call__` if it is not of `PACKAGES`."""
     return _foreign(cls.forward) or _foreign(cls.__call__)
-
-
-@contextlib.contextmanager
-def weights_unchanged(*roots: nn.Module | None) -> Iterator[None]:
-    """Refuse changes of weights or adapters within a `with` block.
-
-    transformers would use the new ones from the next token on, decoding from the next step on or not at all.
-
-    Raises:
-        ValueError: weights were replaced, moved or cast, or adapters switched, even if that caused another error.
-    """
-    before = _weights(roots)
-
-    def check(error: Exception | None = None) -> None:
-        if _weights(roots) != before:
-            raise ValueError(
-                "base_model, heads: expected their weights and adapters left alone during a generation, got others (by "
-                "to(), set_adapter() or the like in a streamer, stopping criterion or logits processor?); change them "
-                "between generations"
-            ) from error
-
-    try:
-        yield
-    except Exception as error:
-        check(error)
-        raise
-    check()
-
-
-def _weights(roots: Sequence[nn.Module | None]) -> list[object]:
-    found: list[object] = []
-    for module in _modules(*(root for root in roots if root is not None)):
-        weights = [weight for weight in module._parameters.values() if weight is not None]
-        found += [(id(weight), weight.dtype, weight.device) for weight in weights]
-        own = vars(module)
-        if "_active_adapter" in own:
-            names = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
-            found.append([str(own.get(name)) for name in names])
-    return found
 
 
 def without_recording_hooks(layer: Any) -> Any:

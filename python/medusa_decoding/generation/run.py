@@ -6,7 +6,6 @@ import dataclasses
 
 import torch
 
-from medusa_decoding.backbone import unsupported
 from medusa_decoding.decode.loop import decode_loop
 from medusa_decoding.decode.policy import Policy
 from medusa_decoding.decode.runtime.runner import Runner
@@ -22,13 +21,10 @@ from medusa_decoding.generation.selectors import token_selector
 def run_request(request: Request, policy: Policy, steps: Steps, backend: Backend) -> MedusaOutput:
     """Generate for a request; the caller holds the model's turn."""
     backbone, session, streamer = steps.backbone, request.session, request.streamer
-    lock, causal = backbone.lock, backbone.causal_lm
+    causal = backbone.causal_lm
     prompts = [prompt.to(backbone.device) for prompt in request.prompts]
     limits = dataclasses.replace(request.limits, device=backbone.device)
     selector = token_selector(causal, request, prompts)
-    if isinstance(selector, LogitsProcessors):
-        for row in selector.rows:
-            row.processors = [lock.releasing(row.processors)]
     weights = steps.fingerprint() if session is not None else None
     runner = Runner(
         steps, backend, prompts, selector, limits, policy,
@@ -37,19 +33,15 @@ def run_request(request: Request, policy: Policy, steps: Steps, backend: Backend
         observer=_observer(request, prompts, selector, steps),
         timed=request.metrics,
     )  # fmt: skip
-    calls_back = any((streamer is not None, request.criteria, request.processors, request.prefix_fn))
-    with unsupported.weights_unchanged(*(causal, steps.heads) if calls_back else ()):
-        if streamer is not None:
-            with lock.released():
-                streamer.put(request.prompts[0][None])
-        try:
-            state = decode_loop(backbone, prompts, selector, limits, policy, runner)
-        except BaseException:
-            runner.release()
-            raise
     if streamer is not None:
-        with lock.released():
-            streamer.end()
+        streamer.put(request.prompts[0][None])
+    try:
+        state = decode_loop(backbone, prompts, selector, limits, policy, runner)
+    except BaseException:
+        runner.release()
+        raise
+    if streamer is not None:
+        streamer.end()
     output = collect_output(state, request, selector, runner.trees, runner.seconds)
     if session is not None:
         session.keep(backbone, weights, state, _cached_texts(output, request), runner.reused)
@@ -59,7 +51,7 @@ def run_request(request: Request, policy: Policy, steps: Steps, backend: Backend
 
 
 def _observer(request: Request, prompts: list[torch.Tensor], selector: TokenSelector, steps: Steps) -> Observer | None:
-    """Return what shows tokens to the caller's criteria and streamer, without the turn; None if there are none."""
+    """Return what shows tokens to the caller's criteria and streamer; None if there are none."""
     if not request.criteria and request.streamer is None:
         return None
 
@@ -68,8 +60,7 @@ def _observer(request: Request, prompts: list[torch.Tensor], selector: TokenSele
             return None
         return tuple(score[None] for score in selector.rows[row].scores[:count])
 
-    observer = StreamObserver(prompts, request.criteria, request.streamer, scores, steps.backbone.peers.agree)
-    return steps.backbone.lock.releasing([observer])
+    return StreamObserver(prompts, request.criteria, request.streamer, scores, steps.backbone.peers.agree)
 
 
 def _cached_texts(output: MedusaOutput, request: Request) -> list[list[int]]:
