@@ -19,7 +19,7 @@ def peak() -> int:
 
 
 @contextlib.contextmanager
-def bounded(*documented: type[Exception], seconds: float = 5.0, memory: int = 256 * MIB) -> Iterator[list[str]]:
+def bounded(*documented: type[Exception], seconds: float = 30.0, memory: int = 256 * MIB) -> Iterator[list[str]]:
     """Run a block that may raise the documented exceptions and no other, within bounds of CPU time and memory.
 
     Args:

@@ -151,15 +151,6 @@ def test_an_argument_that_the_locale_could_not_read_is_read():
     assert _arguments.text("\u00e9") == "\u00e9"
 
 
-def test_input_without_end_is_refused(capsys, monkeypatch):
-    assert main(["generate", "--file", "/dev/zero"]) == 2
-    assert "--file: /dev/zero: expected text of at most" in capsys.readouterr().err
-    with open("/dev/zero", encoding="utf-8") as zero:
-        monkeypatch.setattr("sys.stdin", zero)
-        assert main(["generate"]) == 2
-    assert "prompt: expected at most 16,777,216 characters" in capsys.readouterr().err
-
-
 def test_a_device_or_pipe_is_not_replaced_by_a_result(capsys, tmp_path):
     """As root, a file would take the place of /dev/null."""
     pipe = tmp_path / "pipe"

@@ -1,7 +1,5 @@
 """Chat templates that never end, fail, or fill memory: refused in bounded time, from a file and from a tokenizer."""
 
-import threading
-
 import jinja2
 import pytest
 from hypothesis import given, settings
@@ -95,46 +93,32 @@ def tokenizer(template=None):
 
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_template_without_end_is_stopped(short, name):
-    with bounded(ValueError, seconds=2) as said:
+    with bounded(ValueError) as said:
         render(ENDLESS[name], MESSAGES)
     assert "renders within 0.25 seconds" in said[0]
 
 
-def test_a_template_without_end_is_stopped_in_any_thread(short):
-    said = []
-
-    def run():
-        with pytest.raises(ValueError, match="renders within") as refused:
-            render(ENDLESS["loops"], MESSAGES)
-        said.append(refused.value)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join(60)
-    assert said
-
-
 @pytest.mark.parametrize("name", LARGE)
 def test_a_template_that_fills_memory_is_refused(name):
-    with bounded(ValueError, seconds=2) as said:
+    with bounded(ValueError) as said:
         render(LARGE[name], MESSAGES)
     assert "chat template: expected one that" in said[0]
 
 
 @pytest.mark.parametrize("name", FAILING)
 def test_a_template_that_fails_is_refused(name, tmp_path):
-    with bounded(ValueError, jinja2.TemplateError, seconds=2) as said:
+    with bounded(ValueError, jinja2.TemplateError) as said:
         render(FAILING[name], MESSAGES)
     assert said
     for given_by in ("tokenizer", "file"):
         (tmp_path / "template.jinja").write_text(FAILING[name])
-        with bounded(ValueError, seconds=2) as said:
+        with bounded(ValueError) as said:
             if given_by == "file":
                 ChatTemplate(tokenizer(), str(tmp_path / "template.jinja"))
             else:
                 ChatTemplate(tokenizer(FAILING[name]))
         assert "chat template: expected" in said[0]
-    with bounded(ValueError, BadRecordError, seconds=2) as said:
+    with bounded(ValueError, BadRecordError) as said:
         ChatEncoder(tokenizer(FAILING[name])).prompt(MESSAGES)
     assert said
 
@@ -151,7 +135,7 @@ def test_a_template_that_is_no_text_is_refused(name):
 def test_training_stops_at_a_template_without_end(short):
     encoder = ChatEncoder(tokenizer(ENDLESS["loops"]))
     record = Record((*MESSAGES, {"role": "assistant", "content": "hi"}), None, "data:1")
-    with bounded(ValueError, seconds=2) as said:
+    with bounded(ValueError) as said:
         encoder.encode(record)
     assert "renders within" in said[0]
 
@@ -161,7 +145,7 @@ def test_a_template_file_is_read_within_bounds(content, tmp_path):
     path = tmp_path / "template.jinja"
     if isinstance(content, bytes):
         path.write_bytes(content)
-    with bounded(ValueError, seconds=2) as said:
+    with bounded(ValueError) as said:
         ChatTemplate(tokenizer(), content if isinstance(content, str) else str(path))
     assert said[0].startswith("template: ")
 
@@ -177,7 +161,7 @@ PIECES = [
 @settings(max_examples=150, deadline=None, database=None)
 @given(st.lists(st.sampled_from(PIECES), max_size=8).map("".join))
 def test_any_template_renders_text_or_is_refused(template):
-    with bounded(ValueError, jinja2.TemplateError, seconds=2):
+    with bounded(ValueError, jinja2.TemplateError):
         text, spans = render(template, MESSAGES, eos_token="</s>")
         assert all(0 <= start <= end <= len(text) for start, end in spans)
 
