@@ -3,21 +3,25 @@
     python -m benchmarks.trace                          # what differs in README and docs, and claims without a record
     python -m benchmarks.trace --write README.md        # put the records' figures in
 
-In a page, a comment after a number names its record, the place in it, and a factor if the page has another unit. It
-may divide by another figure, and take the least, the median, the most or the count of all records with that name:
+`docs/figures.yaml` has entries for each page, in the page's order. An entry quotes a few words of the page, with `{}`
+for each figure, and says where these come from: a record's name, the place in it, and a factor if the page has another
+unit. A figure may be divided by another, or be the least, the median, the most or the count of all records of a name:
 
-    3.67<!--=demo/best/medusa_over_transformers/ratio--> times, 84<!--=step-7b/fraction*100--> %
-    1.5<!--=step-own-modules/median_us : step-7b/median_us--> times, 1.3<!--=min attention-over-sdpa/ratio--> times
+    - text: "{} times, {} % of the bandwidth"
+      from: [demo/best/medusa_over_transformers/ratio, step-7b/fraction*100]
+    - text: "{} times in the step, at least {} times alone, with {} tokens"
+      from: ["step-own-modules/median_us : step-7b/median_us", min attention-over-sdpa/ratio, {none: a setting}]
 
 `docs/records.yaml` says which records a name means: those of a results file with these fields (`shapes.nodes` is one
 within another). With `by: [model, dtype]` the place begins with the values of these: `steps/Llama-254M/bf16/median_us`.
-A figure without least or most is that of the last one. It keeps the decimals that the page shows. A
-claim (a number with a unit, an interval, a decimal in a table) without such a comment is an error, unless a comment in
-its section (up to the next heading) says where all of them come from, or one right after the number why it has none:
+A figure without least or most is that of the last one. It keeps the decimals that the page shows. A claim (a number
+with a unit, an interval, a decimal in a table) without an entry is an error, unless one says it for its section, which
+ends at the next heading:
 
-    <!-- records: NAME NAME -->     every claim is a value of these records, in its unit; here a name means all of them
-    <!-- no record: REASON -->
-    78<!-- no record: an aim --> %
+    - section: "## What a step costs"
+      records: NAME NAME       # every claim is a value of these records, in its unit; here a name means all of them
+    - section: "## Limits"
+      none: limits of the program, not measurements
 """
 
 from __future__ import annotations
@@ -33,25 +37,25 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from decimal import ROUND_HALF_EVEN, Decimal
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
 Record = dict[str, Any]
 ROOT = Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "docs" / "records.yaml"
+FIGURES = ROOT / "docs" / "figures.yaml"
 RESULTS = ROOT / "benchmarks" / "results"
 NUMBER = r"-?\d(?:[\d,]*\d)?(?:\.\d+)?"
-PLACE = r"[\w.-]+/[^*:>]+?"
+PLACE = r"[\w.-]+/[^*:]+?"
 OF_ALL: dict[str, Callable[[Sequence[Any]], Any]] = {
     "min": min,
     "median": statistics.median,
     "max": max,
     "count": len,
 }
-FIGURE = re.compile(
-    rf"(?P<shown>{NUMBER})<!--=(?:(?P<of_all>{'|'.join(OF_ALL)})\s+)?(?P<place>{PLACE})(?:\s+:\s+(?P<over>{PLACE}))?"
-    r"(?:\*(?P<factor>[\d.e-]+))?-->"
+SOURCE = re.compile(
+    rf"(?:(?P<of_all>{'|'.join(OF_ALL)})\s+)?(?P<place>{PLACE})(?:\s+:\s+(?P<over>{PLACE}))?(?:\*(?P<factor>[\d.e-]+))?"
 )
 # Factors from records' units to a page's: shares in per cent, microseconds or seconds, bytes in GB and TB.
 UNITS = {
@@ -68,10 +72,16 @@ CLAIMS = re.compile(
 )
 SETTINGS = {"seed", "seeds", "threads", "batch", "prompts", "warm_up", "rounds", "shapes", "p10_us", "p90_us"}
 """Fields that no claim is about."""
-BY_VALUE = re.compile(r"<!-- records: (?P<names>[^>]*?) -->")
-NO_RECORD = re.compile(r"<!-- no record: \S.*?-->", re.DOTALL)
-NO_CLAIM = re.compile(rf"{NUMBER}{NO_RECORD.pattern}", re.DOTALL)
 CODE = re.compile(r"^( *)```.*?^\1```$|`[^`\n]+`|\]\([^)\s]*\)|<!-- setup:.*?-->", re.DOTALL | re.MULTILINE)
+SECTION = re.compile(r"(?:^(?P<heading>#{1,6} [^\n]*)|\A).*?(?=^#{1,6} |\Z)", re.DOTALL | re.MULTILINE)
+
+
+class Figure(NamedTuple):
+    """A number in a page, and where it comes from: a place in the records, or None if it has no record."""
+
+    start: int
+    end: int
+    source: str | None
 
 
 @cache
@@ -198,14 +208,44 @@ def shown_as(value: Decimal, shown: str) -> str:
     return f"{rounded:,}" if "," in shown or abs(rounded) >= 10_000 else str(rounded)
 
 
-def figure_of(found: re.Match[str]) -> str:
-    """Return a traced figure as its record has it."""
-    return shown_as(value_of(*found.group("place", "of_all", "over", "factor")), found["shown"])
+def figure_of(source: str, shown: str) -> str:
+    """Return the figure of a source, with the decimals and separators of what a page shows.
+
+    Raises:
+        ValueError: not a source, no such record, or no number in that place.
+    """
+    found = SOURCE.fullmatch(source)
+    if found is None:
+        raise ValueError(f"{source!r}: expected NAME/PLACE, got something else")
+    return shown_as(value_of(*found.group("place", "of_all", "over", "factor")), shown)
 
 
-def written(text: str) -> str:
+def figures_of(text: str, entries: Sequence[Record]) -> tuple[list[Figure], list[str]]:
+    """Return the figures of a page that its entries quote, in order, and words for entries that are not in the page."""
+    figures: list[Figure] = []
+    missing: list[str] = []
+    last = 0
+    for entry in entries:
+        if "section" in entry:
+            continue
+        pattern = r"\s+".join(re.escape(word) for word in entry["text"].split()).replace(r"\{\}", f"({NUMBER})")
+        found = re.compile(pattern).search(text, last)
+        sources = entry["from"]
+        if found is None or len(sources) != entry["text"].count("{}"):
+            missing.append(f"expected {entry['text']!r} with {len(sources)} figures after the entry before, got none")
+            continue
+        for index, source in enumerate(sources, 1):
+            figures.append(Figure(*found.span(index), source if isinstance(source, str) else None))
+        last = found.end()
+    return figures, missing
+
+
+def written(text: str, entries: Sequence[Record]) -> str:
     """Return a page with its figures as the records have them."""
-    return FIGURE.sub(lambda found: figure_of(found) + found[0].removeprefix(found["shown"]), text)
+    for start, end, source in reversed(figures_of(text, entries)[0]):
+        if source is not None:
+            text = text[:start] + figure_of(source, text[start:end]) + text[end:]
+    return text
 
 
 def blanked(pattern: re.Pattern[str], text: str, by: str = " ") -> str:
@@ -213,55 +253,69 @@ def blanked(pattern: re.Pattern[str], text: str, by: str = " ") -> str:
     return pattern.sub(lambda found: re.sub(r"[^\n]", by, found[0]), text)
 
 
-def problems(text: str) -> Iterator[tuple[int, str]]:
+def problems(text: str, entries: Sequence[Record]) -> Iterator[tuple[int, str]]:
     """Yield lines and words for figures that differ from their records, and for claims without one."""
 
     def line(place: int) -> int:
         return text.count("\n", 0, place) + 1
 
-    for found in FIGURE.finditer(text):
+    figures, missing = figures_of(text, entries)
+    yield from ((1, words) for words in missing)
+    blank = blanked(CODE, text)
+    for start, end, source in figures:
+        # A traced number keeps its length and its place, but is no claim any more.
+        blank = blank[:start] + "x" * (end - start) + blank[end:]
+        shown = text[start:end]
         try:
-            expected = figure_of(found)
+            expected = shown if source is None else figure_of(source, shown)
         except ValueError as error:
-            yield line(found.start()), str(error)
+            yield line(start), str(error)
             continue
-        if expected != found["shown"]:
-            yield line(found.start()), f"{found['place']}: expected {expected}, got {found['shown']}"
-    # A traced number keeps its length and its place, but is no claim any more.
-    blank = blanked(FIGURE, blanked(CODE, text), "x")
-    blank = blanked(re.compile(r"<!--(?! no record:| records:).*?-->", re.DOTALL), blank)
-    blank = blanked(NO_CLAIM, blank, "x")
-    for section in re.finditer(r"(?:\A|^#{1,6} ).*?(?=^#{1,6} |\Z)", blank, re.DOTALL | re.MULTILINE):
-        if NO_RECORD.search(section[0]):
+        if expected != shown:
+            yield line(start), f"{source}: expected {expected}, got {shown}"
+    sections = {entry["section"]: entry for entry in entries if "section" in entry}
+    for section in SECTION.finditer(blank):
+        heading = text[slice(*section.span("heading"))] if section["heading"] else ""
+        said = sections.pop(heading, {})
+        if "none" in said:
             continue
         known: set[Decimal] = set()
-        for named in BY_VALUE.finditer(section[0]):
-            try:
-                known.update(*(numbers(record) for name in named["names"].split() for record in records_of(name)))
-            except ValueError as error:
-                yield line(section.start() + named.start()), str(error)
+        try:
+            known.update(*(numbers(record) for name in said.get("records", "").split() for record in records_of(name)))
+        except ValueError as error:
+            yield line(section.start()), str(error)
         for claim in CLAIMS.finditer(section[0]):
             if not in_records(claim, known):
                 words = f"a claim that is in none of the {len(known)} values" if known else "a claim without a record"
                 yield line(section.start() + claim.start()), f"{words}: {' '.join(claim[0].strip(' |*').split())}"
+    yield from ((1, f"expected a section {name!r}, got none") for name in sections)
+
+
+def pages() -> dict[str, list[Record]]:
+    """Return the entries of each page, by its path in the repository."""
+    entries: dict[str, list[Record]] = yaml.safe_load(FIGURES.read_text(encoding="utf-8"))
+    paths = [ROOT / "README.md", *sorted(RECORDS.parent.glob("*.md"))]
+    return {name: entries.get(name, []) for name in (str(path.relative_to(ROOT)) for path in paths)}
 
 
 def main(argv: list[str] | None = None) -> int:
     """Check or write pages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("pages", type=Path, nargs="*", help="default: README.md and docs/*.md")
+    parser.add_argument("pages", nargs="*", help="default: README.md and docs/*.md")
     parser.add_argument("--write", action="store_true", help="put the records' figures in")
     args = parser.parse_args(argv)
     failed = False
-    for page in args.pages or [ROOT / "README.md", *sorted(RECORDS.parent.glob("*.md"))]:
+    entries = pages()
+    for name in args.pages or entries:
+        page = ROOT / name
         text = page.read_text(encoding="utf-8")
         if args.write:
             with contextlib.suppress(ValueError):  # which is named below
-                page.write_text(new := written(text), encoding="utf-8")
+                page.write_text(new := written(text, entries[name]), encoding="utf-8")
                 text = new
-        for place, words in sorted(problems(text)):
+        for place, words in sorted(problems(text, entries[name])):
             failed = True
-            print(f"{page}:{place}: {words}")
+            print(f"{name}:{place}: {words}")
     return int(failed)
 
 

@@ -42,7 +42,6 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         markdown += command_line()
     elif page.file.src_uri == "reference/settings.md":
         markdown += settings()
-    markdown = re.sub(r"<!--(?:=| no record: ).*?-->", "", markdown, flags=re.S)  # where figures come from
     markdown = re.sub(r"^( *```\w+)((?: \w+)+)$", _marked, markdown, flags=re.M)
     return re.sub(
         r"\[([^\]]*)\]\((\.\./)+(?!reference|figures)([\w.-]+/?[^)]*)\)", lambda m: _outside(m, config), markdown
