@@ -13,7 +13,6 @@ from medusa_decoding.backbone import fused_layers
 from medusa_decoding.backbone.attention_swap import DecodeContext
 from medusa_decoding.backbone.fused_layers import NativeLayers, native_obstacle, obstacle
 from medusa_decoding.decode.runtime.memory import Sizes
-from medusa_decoding.decode.runtime.steps import Steps
 from medusa_kernels._registry import interpreted
 from medusa_kernels.reference import visible_nodes
 
@@ -43,7 +42,7 @@ def test_fused_layers_write_the_same_text(family, overrides, tree):
         for layer in model.model.layers:
             # Calling a layer as a module now fails: the text below is made without.
             layer.forward = None
-        medusa._steps._choose_layers = lambda _: setattr(medusa.backbone, "fuse", True)
+        medusa.backbone.choose_layers = lambda captured: setattr(medusa.backbone, "fuse", True)
         output = medusa.generate(ids, mask, max_new_tokens=NEW)
     assert output.sequences[:, ids.shape[1] :].tolist() == expected
 
@@ -58,7 +57,7 @@ def test_divided_projections_write_the_same_text(family, monkeypatch):
     asked = []
     monkeypatch.setattr(fused_layers, "linear_parts", lambda x, features: asked.append(features) or 3)
     with MedusaModel(model, heads_for(model), Tree.cartesian([4, 3])) as medusa:
-        medusa._steps._choose_layers = lambda _: setattr(medusa.backbone, "fuse", True)
+        medusa.backbone.choose_layers = lambda captured: setattr(medusa.backbone, "fuse", True)
         output = medusa.generate(ids, mask, max_new_tokens=NEW)
     # q, k and v at once, and two more a layer
     assert asked
@@ -73,7 +72,7 @@ def test_norms_of_heads_by_themselves_write_the_same_text(monkeypatch):
     expected = transformers_greedy(model, row, NEW)
     monkeypatch.setattr(fused_layers, "NORMS_IN_ROPE", False)
     with MedusaModel(model, heads_for(model), Tree.cartesian([4, 3])) as medusa:
-        medusa._steps._choose_layers = lambda _: setattr(medusa.backbone, "fuse", True)
+        medusa.backbone.choose_layers = lambda captured: setattr(medusa.backbone, "fuse", True)
         assert medusa.generate(row[None], max_new_tokens=NEW).sequences[0, len(row) :].tolist() == expected
 
 
@@ -198,7 +197,7 @@ def test_what_cannot_be_fused_is_named_and_runs_as_modules(change, why, caplog):
         assert found is not None
         assert re.search(why, found)
         for _ in range(2):
-            Steps._choose_layers(medusa._steps, "graph")
+            medusa.backbone.choose_layers(captured=True)
         assert not medusa.backbone.fuse
     assert [record.getMessage() for record in caplog.records] == [f"layers: module by module ({found})"]
 

@@ -105,7 +105,7 @@ def test_in_triton_s_interpreter_modules_run(monkeypatch, caplog):
     for module in (_registry, _cpu):
         monkeypatch.setattr(module, "interpreted", lambda: True)
     with MedusaModel(tiny()) as medusa:
-        medusa._steps._choose_layers("eager")
+        medusa.backbone.choose_layers(captured=False)
         assert medusa.backbone.native is None
     assert caplog.messages[-1] == "layers: module by module (the other ops in turn)"
 

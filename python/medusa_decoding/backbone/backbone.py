@@ -1,11 +1,12 @@
 """Backbone: run the loaded model's own modules over the tokens of a decode pass.
 
 It calls the embedding, the decoder layers and the final norm of the loaded model; only the attention modules are
-swapped. With `fuse` or `native` set, `fused_layers` runs the layers.
+swapped. `choose_layers` decides whether `fused_layers` runs the layers.
 """
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from medusa_decoding.backbone.generation_lock import lock_of
 from medusa_decoding.backbone.rope import rope_tables
 from medusa_decoding.backbone.tensor_parallel import Peers, local_kv_heads
 from medusa_decoding.heads import is_hooked
+
+logger = logging.getLogger(__name__)
 
 NATIVE_PREFILL = 128
 """Tokens of a prefill's chunk up to which the C++ library runs it; with more, PyTorch's products are as fast."""
@@ -64,6 +67,7 @@ class Backbone:
         self.swap = AttentionSwap(decoder.layers)
         self.fuse = False
         self.native: fused_layers.NativeLayers | None = None
+        self._said: str | None = None
 
     def check(self, base: Any, now: bool = True) -> None:
         """Raise `ValueError` if the model has been cast, moved or patched so that it cannot be decoded.
@@ -75,6 +79,34 @@ class Backbone:
         if self.dtype not in (torch.float16, torch.bfloat16, torch.float32):
             raise ValueError(f"base_model: expected torch.float16, torch.bfloat16 or torch.float32, got {self.dtype}")
         unsupported.check(base, self.causal_lm, now)
+
+    def choose_layers(self, captured: bool) -> bool:
+        """Choose how the layers of steps run, and log it once with the reason.
+
+        If their modules are plain, `fused_layers` runs them: on a CPU in one call of the C++ library, on CUDA in
+        captured steps. Otherwise, or if the model is tensor parallel, they run module by module.
+
+        Returns:
+            Whether that has changed, so that steps compiled or captured before are no longer right.
+        """
+        on_cpu = self.device.type == "cpu"
+        why_not: str | None = "steps that are not captured"
+        if on_cpu or captured or self.peers.size > 1:
+            why_not = (fused_layers.native_obstacle if on_cpu else fused_layers.obstacle)(self.decoder)
+            if self.peers.size > 1:
+                why_not = f"tensor parallel over {self.peers.size} processes"
+            how = "one call of the C++ library" if on_cpu else "fused"
+            said = f"layers: module by module ({why_not})" if why_not else f"layers: {how} (plain modules)"
+            if said != self._said:
+                self._said = said
+                logger.info("%s", said)
+        native = fused_layers.NativeLayers(self.decoder) if on_cpu and why_not is None else None
+        fuse = not on_cpu and why_not is None
+        unchanged = native is self.native if native is None else native.same(self.native)
+        if fuse == self.fuse and unchanged:
+            return False
+        self.fuse, self.native = fuse, native
+        return True
 
     @property
     def lm_head(self) -> nn.Module:

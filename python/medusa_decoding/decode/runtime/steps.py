@@ -7,14 +7,12 @@ when it is first met. Graphs are dropped when weights have moved or changed.
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Literal
 
 import torch
 
 from medusa_decoding.backbone.backbone import Backbone
-from medusa_decoding.backbone.fused_layers import NativeLayers, native_obstacle, obstacle
 from medusa_decoding.decode.loop import Step, decode_step, plain_step
 from medusa_decoding.decode.runtime.compiled import CompiledStep
 from medusa_decoding.decode.runtime.cuda_graph import CapturedStep
@@ -23,8 +21,6 @@ from medusa_decoding.decode.tree_tensors import TreeTensors
 from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.options import BACKENDS
 from medusa_decoding.trees.tree import Tree
-
-logger = logging.getLogger(__name__)
 
 Backend = Literal["auto", "eager", "compiled", "graph"]
 KEPT_STEPS = 16
@@ -64,7 +60,6 @@ class Steps:
         self.pool = StatePool(backbone, KEPT_STATES)
         self._made: dict[tuple[Tree, str, torch.device], Step] = {}
         self._made_for: tuple[object, ...] = ()
-        self._why_not_fused: str | None = None
 
     def get(self, tree: Tree, backend: Backend) -> Step:
         """Return the step for a tree; see `prepare`."""
@@ -76,17 +71,16 @@ class Steps:
         Raises:
             ValueError: an unknown backend, or one that the device cannot run.
         """
-        processes = self.backbone.peers.size
-        backend = resolve_backend(backend, self.backbone.device, processes)
-        if processes > 1 and self._why_not_fused is None:
-            self._why_not_fused = f"tensor parallel over {processes} processes"
-            logger.info("steps: eager, layers module by module (%s)", self._why_not_fused)
+        backend = resolve_backend(backend, self.backbone.device, self.backbone.peers.size)
         if backend != "eager":
             model = self.fingerprint()
             if model != self._made_for:
                 self.clear()
                 self._made_for = model
-        self._choose_layers(backend)
+        if self.backbone.choose_layers(captured=backend == "graph"):
+            stale = "compiled" if self.backbone.device.type == "cpu" else "graph"
+            for key in [key for key in self._made if key[1] == stale]:
+                self._drop(key)
         self.pool.keep = KEPT_STATES if backend != "eager" and self.backbone.device.type == "cuda" else 0
         met: dict[int, tuple[Tree, Step]] = {}  # by id: a tree's hash takes as long as some steps
 
@@ -104,27 +98,6 @@ class Steps:
             return met[id(tree)][1]
 
         return step_for
-
-    def _choose_layers(self, backend: Backend) -> None:
-        """Run the layers without their modules if backend and model allow it; log once whether, and why not.
-
-        On CUDA captured steps do, on a CPU all steps.
-        """
-        decoder, on_cpu = self.backbone.decoder, self.backbone.device.type == "cpu"
-        why_not: str | None = "steps that are not captured"
-        if on_cpu or backend == "graph":
-            why_not = (native_obstacle if on_cpu else obstacle)(decoder)
-            if self._why_not_fused != (why_not or ""):
-                self._why_not_fused = why_not or ""
-                how = "one call of the C++ library" if on_cpu else "fused"
-                logger.info("layers: %s", f"module by module ({why_not})" if why_not else f"{how} (plain modules)")
-        native = NativeLayers(decoder) if on_cpu and why_not is None else None
-        fuse = not on_cpu and why_not is None
-        unchanged = native is self.backbone.native if native is None else native.same(self.backbone.native)
-        if fuse != self.backbone.fuse or not unchanged:
-            self.backbone.fuse, self.backbone.native = fuse, native
-            for key in [key for key in self._made if key[1] == ("compiled" if on_cpu else "graph")]:
-                self._drop(key)
 
     def _drop(self, key: tuple[Tree, str, torch.device]) -> None:
         self.pool.forget(self._made.pop(key))
