@@ -203,3 +203,8 @@ def test_set_serves_gumbel_noise() -> None:
             test_gumbel_noise.check(alone[1, 1], -7, 2**31)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("isa")
+def test_one_hot_rows_return_columns_bit_for_bit() -> None:
+    test_decode_linear.test_a_one_hot_row_returns_a_column_bit_for_bit("cpu", torch.bfloat16)

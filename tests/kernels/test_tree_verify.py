@@ -245,6 +245,15 @@ def test_nodes_take_their_rows_of_the_noise(
             assert found[b, i] == scores.tolist().index(scores.max())
 
 
+def test_each_of_many_nodes_takes_its_own_noise(device: str) -> None:
+    """With logits of zero the token is the noise's argmax; more nodes than a CPU multiplies at once."""
+    noise = torch.randn(2, 100, 50, device=device)
+    hidden, weight = torch.zeros(2, 100, 16, device=device), torch.randn(50, 16, device=device)
+    candidates = torch.zeros(2, 100, dtype=torch.int64, device=device)
+    found = tree_verify(hidden, weight, candidates, temperature=1.0, noise=noise, want_stats=False)
+    assert torch.equal(found[0], noise.argmax(-1))
+
+
 def test_a_row_outside_of_the_noise_counts_as_zeros(device: str) -> None:
     if served_by("tree_verify", device).name != "triton":
         pytest.skip("only kernels do not read indices on the host")
