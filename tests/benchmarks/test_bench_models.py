@@ -1,11 +1,8 @@
 """benchmarks.bench_models: one small case, all ways."""
 
 import pytest
-import torch
 
 from benchmarks import bench_models
-from medusa_decoding.checkpoints import pretrained
-from medusa_decoding.demo import CHECKPOINT
 from medusa_decoding.roofline.shapes import ModelShape
 
 SHAPE = ModelShape("small", 320, 800, 5, 6, 2, 64, 1100)
@@ -30,26 +27,3 @@ def test_all_ways_write_the_demo_models_answers(dtype, rows, monkeypatch):
     assert whole - rest == pytest.approx(2 * found["prefill_seconds"]["plain"])
     assert found["cache_bytes_per_token"] == 5 * 2 * 2 * 64 * (4 if dtype == "float32" else 2)
     assert 0 < found["heads_bytes"] < found["weights_bytes"]
-
-
-def encode(prompts, prefix):
-    return bench_models.encode(bench_models.DEMO, prompts, 2, prefix)
-
-
-def test_prompts_of_a_file_are_taken_from_all_of_it(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text("".join(f'{{"prompt": "Request {i}"}}\n' for i in range(4)))
-    tokenizer = pretrained.load_tokenizer(CHECKPOINT / "base")
-    first, second = map(tokenizer.decode, encode(path, 0))
-    assert "Request 0" in first
-    assert "Request 2" in second
-    path.write_text('{"prompt": "One"}\n')
-    with pytest.raises(ValueError, match="expected 2 prompts and no --prefix, got 1 and 0"):
-        encode(path, 0)
-
-
-def test_a_prefix_is_the_end_of_a_conversation():
-    short, long = (next(bench_models.batches(encode(None, prefix), 2)) for prefix in (0, 300))
-    assert long.ids.shape == (2, short.ids.shape[1] + 300)
-    assert torch.equal(long.mask.sum(1), short.mask.sum(1) + 300)
-    assert torch.equal(long.ids[:, 300:][short.mask.bool()], short.ids[short.mask.bool()])

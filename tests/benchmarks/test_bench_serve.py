@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from benchmarks import bench_serve, serve_load
+from benchmarks import bench_serve
 from benchmarks.bench_serve import Cell
 from benchmarks.serve_load import Answer
 
@@ -30,14 +30,6 @@ def test_a_cell_counts_what_arrived_in_its_seconds():
     assert figures["latency"]["p50"] == pytest.approx(2.0)
     assert figures["first_token"]["p50"] == pytest.approx((1.5 + 2.0) / 2)
     assert figures["latency"]["p50"] < figures["latency"]["p90"] < figures["latency"]["p99"] <= 10.0
-
-
-def test_texts_are_compared_where_both_servers_have_answered():
-    one, other = Cell(1.0), Cell(1.0)
-    one.add(9.0, [answer("a", 0, [1]), answer("b", 0, [1], "same")])
-    other.add(9.0, [answer("b", 0, [1], "same"), answer("a", 0, [1], "else"), answer("c", 0, [1])])
-    assert bench_serve.same_text({1: {"x": one, "y": other}}) == {"x and y": {"compared": 2, "same": 1}}
-    assert bench_serve.over(one, other) == {"ratio": pytest.approx(2 / 3), "rounds": [pytest.approx(2 / 3)]}
 
 
 def check(found, names, clients):
@@ -66,20 +58,6 @@ def test_servers_write_the_same_texts_under_load(results, monkeypatch, capsys):
         "python -m medusa_decoding serve --device cpu --dtype float32 --tree root"
     )
     assert {"machine", "versions", "commit", "command", "date"} <= record.keys()
-
-
-@pytest.mark.slow
-def test_transformers_servers_write_the_same_texts():
-    pytest.importorskip("openai")
-    names = ["medusa", "transformers", "transformers, continuous batching"]
-    check(bench_serve.measure(names, [2], 2.0, 1, threads=1), names, [2])
-
-
-@pytest.mark.slow
-def test_a_server_that_does_not_start_shows_its_log(monkeypatch):
-    monkeypatch.setitem(serve_load.SERVERS, "plain", [*serve_load.MEDUSA, "--tree", "chain:99"])
-    with pytest.raises(RuntimeError, match=r"(?s)^plain: expected a server within .*depth 5, expected at most 4"):
-        bench_serve.measure(["plain"], [1], 0.1, 1, threads=1)
 
 
 def test_the_engine_is_compared_with_the_loop():

@@ -45,12 +45,6 @@ def test_only_equal_cases_are_compared_and_the_last_record_counts():
     assert (slower, faster, count) == ([], [], 1)
 
 
-def test_the_largest_change_comes_first():
-    before = [timed(10.0, 9.0, 11.0, batch=n) for n in (1, 2, 4)]
-    after = [timed(median, median - 1, median + 1, batch=n) for n, median in ((1, 20.0), (2, 40.0), (4, 30.0))]
-    assert [line[:4] for line in compare.compare(before, after)[0]] == ["4.00", "3.00", "2.00"]
-
-
 def test_the_command(tmp_path, capsys):
     file = tmp_path / "machine.jsonl"
     lines = [timed(10.0, 9.0, 11.0, "aaa111"), timed(30.0, 29.0, 31.0, "bbb222")]

@@ -51,14 +51,6 @@ def test_int8_weights_count_as_they_are_stored():
     assert everything[0]["bytes"] == 2 * (projections + 5 * outputs) + rest + 64 * 64 + 5 * 64
 
 
-@pytest.mark.slow
-def test_compiled_ways():
-    ways = ("compiled", "transformers-compiled")
-    records = bench_cpu_step.measure("tiny", "fp32", ways, (4,), PREFIX, rounds=1)
-    assert ("compiled", 4) in rows(records)
-    assert ("transformers-compiled", 1) in rows(records)
-
-
 def test_llama_cpp_decodes_the_same_model():
     for package in ("llama_cpp", "gguf"):
         pytest.importorskip(package)

@@ -1,7 +1,5 @@
 """A larger model that writes what a small one writes."""
 
-import dataclasses
-
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -55,10 +53,3 @@ def test_its_heads_accept_what_the_small_ones_accept(small, heads):
     assert outputs[0].sequences.tolist() == outputs[1].sequences.tolist()
     assert outputs[0].accept_lengths == outputs[1].accept_lengths
     assert outputs[0].tokens_per_step > 1.05
-
-
-def test_what_cannot_be_enlarged(small, heads):
-    with pytest.raises(ValueError, match="shape: expected one larger than the small model in every way"):
-        enlarge(small, dataclasses.replace(SHAPE, layers=1))
-    with pytest.raises(ValueError, match="heads: expected some that share the whole lm_head"):
-        enlarge_heads(heads.remade(shared_projection=False), SHAPE)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
-import json
-import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import bench_step, explain, harness, step_launches
+from benchmarks import bench_step, explain, step_launches
 from benchmarks.bench_step import FORMS, OLD, SETTINGS, WAYS
-from benchmarks.explain import Kernel, Measured, Stage, measured, predict, stages_of
+from benchmarks.explain import Kernel, Measured, measured, predict, stages_of
 from benchmarks.inspection import TARGETS
 from benchmarks.roofline import read_steps
 from benchmarks.step_launches import Launch, l2_bytes, specialisation
-from medusa_decoding.roofline.devices import DEVICES, Attained, Device
+from medusa_decoding.roofline.devices import Attained, Device
 from medusa_decoding.roofline.operators import Operator
 from medusa_kernels._registry import interpreted
 
@@ -74,20 +71,6 @@ def test_attention_reads_keys_once_per_tile_of_rows() -> None:
     assert l2_bytes(appended, keys=30) == 10 * 8 * 64 * 2
 
 
-def test_gathered_rows_of_a_vocabulary_count_without_the_others() -> None:
-    """2 row tiles times 5 programs of 3 tiles each; 40 of 1,000 rows of 64 columns."""
-    arguments = {
-        "states": empty(1, 4, 64), "w2": empty(1000, 64), "vocabulary": 40, "tiles": 3, "BLOCK_V": 16, "BLOCK_K": 32
-    }  # fmt: skip
-    launches = [
-        launch_of("heads_topk", "vocabulary_kernel", (2, 5, 1), **arguments, GATHER=gather) for gather in (True, False)
-    ]
-    states = 15 * 4 * 64 * 2
-    assert [l2_bytes(one, keys=0) for one in launches] == [
-        states + 2 * 40 * 64 * 2, states + 2 * 1000 * 64 * 2
-    ]  # fmt: skip
-
-
 def test_the_longest_time_and_the_launches_are_predicted() -> None:
     """By hand: 1e9 bytes/s, half of it attained; 4e9 bytes/s through the L2; 1e12 operations/s, a quarter attained."""
     norm = launch_of(
@@ -123,24 +106,6 @@ def test_the_longest_time_and_the_launches_are_predicted() -> None:
     assert found["norms"].predicted_us == pytest.approx(2.0 + 0.032)
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"l2_bandwidth": 0}, "l2_bandwidth: expected a number above 0, got 0"),
-        ({"launch_us": -1}, "launch_us: expected a number from 0, got -1"),
-    ],
-)
-def test_impossible_peaks_are_refused(values: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Device("h200", flops=1e12, bandwidth=1e9, **values)
-
-
-def test_an_unknown_l2_limits_nothing() -> None:
-    device = Device("h200", flops=1e12, bandwidth=1e9)
-    (stage,) = predict([linear()], [], device, multiprocessors=2, keys=0)
-    assert (stage.l2_bytes, stage.predicted_us) == (14592, 0.0)
-
-
 LAUNCHES = [
     launch_of("heads_topk", "residual_kernel", (1,)),
     launch_of("add_rms_norm", "_add_rms_norm_kernel", (1,), "model.layers.0.input_layernorm.weight"),
@@ -169,19 +134,6 @@ NAMES = [name for name, _ in STEP]
 
 def test_kernels_that_ran_get_the_stages_of_recorded_launches() -> None:
     assert stages_of(NAMES, LAUNCHES) == [stage for _, stage in STEP]
-
-
-@pytest.mark.parametrize(
-    ("names", "message"),
-    [
-        ([NAMES[0], NAMES[4], *NAMES[5:]], "expected _add_rms_norm_kernel as launch 1 of the step, got _decode_linear"),
-        (NAMES[:9], "expected 6 launches of recorded kernels in a step, got 5"),
-        ([*NAMES, "project_kernel"], "expected the end as launch 6 of the step, got project_kernel"),
-    ],
-)
-def test_other_kernels_than_the_recorded_are_refused(names: list[str], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        stages_of(names, LAUNCHES)
 
 
 def kernels(durations: list[float], start: float = 0.0, gap: float = 1.0) -> list[Kernel]:
@@ -214,35 +166,6 @@ def test_kernels_that_overlap_share_no_time() -> None:
     assert measured(ran, 1, launches) == Measured({"heads": 10, "norms": 5, "qkv": 3}, {}, 2, 20)
 
 
-def test_a_profile_of_unequal_steps_is_refused() -> None:
-    step = kernels([1.0] * 12)
-    with pytest.raises(ValueError, match="expected 2 equal steps, got 23 kernels that do not repeat"):
-        measured([*step, *kernels([1.0] * 12, 100)[:-1]], 2, LAUNCHES)
-    with pytest.raises(ValueError, match="expected 2 equal steps, got 0 kernels"):
-        measured([], 2, LAUNCHES)
-
-
-def test_forms_are_made_as_triton_makes_them() -> None:
-    """Constants: 1, None and constexpr. Multiples of 16: sizes that may be specialised on it."""
-    launches = step_launches.step_launches("Llama-2-7B", 64, 1024, "shared", TARGETS["90"])
-    product = next(one for one in launches if one.stage == "qkv")
-    spec = specialisation(product)
-    assert spec.signature["w0"] == "*bf16"
-    assert spec.signature["rows"] == "i32"
-    assert {"size", "features_0", "stride_x_m"} <= set(spec.aligned)
-    # 64 rows, but their number is not to be specialised.
-    assert "rows" not in spec.aligned
-    assert spec.constants["BLOCK_M"] == 64
-    assert "launch_pdl" in product.options
-    norm = specialisation(next(one for one in launches if one.stage == "norms"))
-    assert norm.signature["eps"] == "fp32"
-    accepted = next(one for one in launches if one.stage == "accept")
-    assert accepted.arguments["tokens"].shape == (1, 64)
-    attend = next(one for one in launches if one.name == "attend_kernel")
-    # One batch row, whose keys' innermost stride is 1.
-    assert specialisation(attend).constants["stride_k_d"] == 1
-
-
 @pytest.mark.parametrize(("model", "layers"), [("Llama-2-7B", 32), ("Qwen3-8B", 36)])
 def test_the_launches_of_a_whole_step_are_recorded(model: str, layers: int) -> None:
     launches = step_launches.step_launches(model, 64, 1024, "shared", TARGETS["80"])
@@ -269,83 +192,32 @@ def shown(form: dict[str, Any] | None, model: str, nodes: int, arch: str = "90")
     return found
 
 
-SEEN = [name for name in FORMS if name != "half-precision bytes"]  # none of the benchmark's heads are in 8 bits
-
-
-@pytest.mark.parametrize("name", SEEN)
-def test_a_form_turned_off_launches_other_kernels(name: str) -> None:
-    """In one process, before and after: nothing remembers the form."""
-    cases = [("Llama-3-8B", 64), ("Qwen3-8B", 1)]
-    before = [shown(None, *case) for case in cases]
-    without = [shown(FORMS[name], *case) for case in cases]
-    assert without != before
-    assert [shown(None, *case) for case in cases] == before
-
-
+CHANGES = {name: (form, [("Llama-3-8B", 64), ("Qwen3-8B", 1)]) for name, form in FORMS.items()}
 JUDGED_ON = {
     "calculated bytes in flight": ("Llama-2-7B", 64, "100"),
     "one wave of attention": ("Llama-2-7B", 64, "86"),
     "merges up to 32 KiB": ("Llama-2-7B", 64, "90"),
     "two warps for 16 rows": ("Llama-2-7B", 1, "80"),
 }
+del CHANGES["half-precision bytes"]  # none of the benchmark's heads are in 8 bits
+CHANGES |= {name: (WAYS[f"graph with {name}"].constants, [JUDGED_ON[name]]) for name in SETTINGS}
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_a_setting_launches_other_kernels_where_it_is_judged(name: str) -> None:
-    case = JUDGED_ON[name]
-    before = shown(None, *case)
-    with_setting = shown(WAYS[f"graph with {name}"].constants, *case)
-    assert with_setting != before
-    assert shown(None, *case) == before
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_form_or_setting_launches_other_kernels(name: str) -> None:
+    """In one process, before and after: nothing remembers the form."""
+    constants, cases = CHANGES[name]
+    before = [shown(None, *case) for case in cases]
+    assert [shown(constants, *case) for case in cases] != before
+    assert [shown(None, *case) for case in cases] == before
 
 
-def test_every_constant_of_a_way_exists_and_is_set_back() -> None:
-    def values() -> dict[str, Any]:
-        found = {}
-        for name in WAYS[OLD].constants:
-            module, _, constant = name.rpartition(".")
-            found[name] = getattr(importlib.import_module(module), constant)
-        return found
-
-    before = values()
-    assert set(before) == {name for form in FORMS.values() for name in form}
-    assert all(before[name] != value for name, value in WAYS[OLD].constants.items())
-
-    @WAYS[OLD].settings()
-    def fail() -> None:
-        assert values() == WAYS[OLD].constants
-        raise RuntimeError("broken")
-
-    with pytest.raises(RuntimeError, match="broken"):
-        fail()
-    assert values() == before
-
-
-def test_a_constant_that_is_gone_is_an_error_and_sets_nothing() -> None:
-    constants = {"medusa_kernels._triton.programmatic.START_EARLY": "other", "medusa_kernels._triton.launch.GONE": 1}
-    from medusa_kernels._triton import programmatic
-
-    before = programmatic.START_EARLY
-    with pytest.raises(AttributeError, match="GONE"), bench_step.Way("graph", constants=constants).settings():
-        pass
-    assert before == programmatic.START_EARLY
-
-
-def command(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> None:
-    monkeypatch.setattr(sys, "argv", ["bench_step.py", "--explain", *arguments])
-    bench_step.main()
-
-
-@pytest.fixture
-def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-
-
-@pytest.mark.usefixtures("no_gpu")
 def test_without_a_gpu_the_command_predicts_for_a_named_device(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], results: Any
 ) -> None:
-    command(monkeypatch, "--device", "h200", "--ways", "graph")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["bench_step.py", "--explain", "--device", "h200", "--ways", "graph"])
+    bench_step.main()
     said = capsys.readouterr().out
     assert "Llama-2-7B, 64 nodes, prefix 1024, heads shared, h200: graph" in said
     assert "us predicted; nothing was measured" in said
@@ -353,65 +225,6 @@ def test_without_a_gpu_the_command_predicts_for_a_named_device(
     line = next(line for line in said.splitlines() if line.startswith("gate, up"))
     # 32 layers of 2 x 11,008 x 4,096 weights, and 64 rows of activations in and 22,016 out, in bf16.
     assert float(line.split()[4]) == pytest.approx(32 * 2 * (22016 * 4096 + 64 * (4096 + 22016)) / 1e6, abs=0.06)
-
-
-@pytest.mark.usefixtures("no_gpu")
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((), "--device: expected the name of a GPU or a file with its peaks, got none, without a GPU"),
-        (("--device", "a40"), "--device: expected a name that begins with one of a100, .*, got a40"),
-        (("--device", "h200", "--ways", "graph", "--nodes", "65"), "--nodes: expected 1 to 64, got 65"),
-        (("--device", "h200", "--only", "Llama"), "--only: expected --model in its place with --explain"),
-        (("--device", "h200", "--ways", "graph of modules"), "--ways: expected captured steps of fused layers, got"),
-    ],
-)
-def test_what_cannot_be_explained_is_refused(
-    arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        command(monkeypatch, *arguments)
-    assert re.search(message, capfd.readouterr().err)
-
-
-def test_peaks_are_those_of_a_gpu_by_the_beginning_of_their_name(tmp_path: Path) -> None:
-    file = tmp_path / "mine.json"
-    file.write_text(json.dumps({"name": "h100-pcie-mine", "flops": 1e12, "bandwidth": 1e9, "l2_bandwidth": 5e9}))
-    assert explain.launch_device(explain.chosen_device(str(file))).multiprocessors == 114
-    assert explain.launch_device(DEVICES["a100-80-attained"]) == TARGETS["80"]
-    assert explain.launch_device(DEVICES["h100"]) == TARGETS["90"]
-
-
-def test_a_measured_step_is_shown_beside_its_prediction_and_recorded(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], results: Any
-) -> None:
-    """The way to a record on a GPU, without one: only what asks the GPU is replaced."""
-    build, described = bench_step.build, []
-    monkeypatch.setattr(harness, "own_file", lambda: results.folder / "nvidia-h200.jsonl")
-    monkeypatch.setattr(harness, "provenance", dict)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(explain.launch, "describe", lambda device: described.append(device) or TARGETS["90"])
-    monkeypatch.setattr(explain, "_start_profiler", lambda device: None)
-    monkeypatch.setattr(bench_step, "build", lambda name, device, dtype: build(name, step_launches.META, dtype))
-    monkeypatch.setattr(
-        explain,
-        "_measure",
-        lambda *_: (Measured({"verify": 70.0, "arrange": 4.0}, {"Memset": 1.5}, 30.0, 4700.0), 4600.0),
-    )
-    explain.explain("Llama-2-7B", 64, 1024, "shared", "h200", ["graph"], 0.1)
-    assert described[0].type == "cuda"
-    said = capsys.readouterr().out
-    (record,) = results.records()
-    assert (record["benchmark"], record["way"], record["step_us"]) == ("explain", "graph", 4600.0)
-    assert record["measured"]["stages"] == {"verify": 70.0, "arrange": 4.0}
-    verify = next(one for one in record["stages"] if one["name"] == "verify")
-    assert next(line for line in said.splitlines() if line.startswith("verify")).split()[-2:] == [
-        "70.0", f"{70 - verify['predicted_us']:.1f}"
-    ]  # fmt: skip
-    assert next(line for line in said.splitlines() if line.startswith("arrange")).split()[-2:] == ["4.0", "4.0"]
-    assert f"{4600 - record['predicted_us']:.0f} us not explained" in said
-    assert "4700 us, of which 30 us between kernels and 2 us in kernels of no stage" in said
-    assert "1.5 us Memset" in said
 
 
 @pytest.mark.gpu
@@ -426,19 +239,9 @@ def test_a_captured_step_runs_the_recorded_launches(results: Any) -> None:
     assert total == pytest.approx(found["span"], rel=0.2)
 
 
-def test_a_stage_without_launch_times_is_bound_by_what_it_does() -> None:
-    stage = Stage("x", 3, 0, 0, 0, {"memory": 1.0, "L2": 4.0, "arithmetic": 2.0}, 3.0)
-    assert (stage.limit, stage.predicted_us) == ("L2", 7.0)
-
-
-MEASURED = [
-    ("Llama-2-7B", "shared", 1024), ("Llama-3-8B", "trimmed 8192", 1024),
-    ("Llama-3-8B", "shared, trimmed 8192", 8192), ("Qwen3-8B", "shared, trimmed 8192", 1024),
-    ("Llama-2-13B", "shared", 1024),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("model", "heads", "prefix"), MEASURED)
+@pytest.mark.parametrize(
+    ("model", "heads", "prefix"), [("Llama-2-7B", "shared", 1024), ("Llama-3-8B", "shared, trimmed 8192", 8192)]
+)
 def test_steps_of_older_kernels_took_what_is_predicted_for_them(
     model: str, heads: str, prefix: int, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -19,11 +19,6 @@ needs_demo = pytest.mark.skipif(
 )
 
 
-def test_every_path_that_branches_off_has_a_line_of_its_own() -> None:
-    tree = Tree([[0], [1], [0, 0], [0, 1], [1, 0]])
-    assert plot_guides._places(tree) == [(0, 1), (1, 1), (1, -1), (2, 1), (2, 0), (2, -1)]
-
-
 def answer_pieces() -> list[str]:
     tokenizer = pretrained.load_tokenizer(CHECKPOINT / "base")
     [prompt] = encoded(tokenizer, [SimpleNamespace(text=plot_guides.REQUEST)])
