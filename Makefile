@@ -278,7 +278,7 @@ gpu-step: gpu-build
 	$(call stage,$(ON_GPU) -m benchmarks.bench_step --budget 530)
 
 # Where a step's time goes, with the kernels of 0.2 next to the new ones.
-EXPLAIN = $(ON_GPU) -m benchmarks.bench_step --explain --seconds 0.2
+EXPLAIN = $(ON_GPU) -m benchmarks.explain --seconds 0.2
 gpu-explain: gpu-build
 	$(call stage,$(EXPLAIN) --nodes 64 && $(EXPLAIN) --nodes 1 && $(EXPLAIN) --model Llama-3-8B --prefix 8192 --nodes 64 \
 		--heads "shared, trimmed 8192" && $(EXPLAIN) --model Qwen3-8B --nodes 64 --heads "shared, trimmed 8192")
@@ -306,7 +306,7 @@ gpu-tune: gpu-build
 # whole steps of real models on every GPU, and how many multiprocessors they leave idle.
 kernels: $(EDITABLE)
 	$(BIN)/python -m benchmarks.inspection --arch 80 --arch 90
-	$(BIN)/python -m benchmarks.inspection --grids
+	$(BIN)/python -m benchmarks.grids
 
 # All forms for all targets.
 kernels-all: $(EDITABLE)

@@ -1,14 +1,11 @@
 """One whole decoding step at real models' shapes with random weights: plain, Medusa, and transformers' eager step.
 
     python -m benchmarks.bench_step --budget 480
-    python -m benchmarks.bench_step --explain --model Llama-2-7B --nodes 64 --device h200
 
 Weights are random, so hardly any draft token is accepted: the benchmark measures the cost of a step, not its acceptance
 length. A step's bytes are every weight but the embedding once, and keys and values of the prefix and the tree once;
 those of a Medusa step include the heads' weights. The overhead of a Medusa step is its time over that of the plain
 captured step of the same run.
-
---explain shows one step by stage: microseconds predicted from its launches, and measured ones if there is a GPU.
 """
 
 from __future__ import annotations
@@ -410,27 +407,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.4, help="how long each way is measured")
     parser.add_argument("--only", action="append", help="models whose name contains this")
     parser.add_argument("--ways", nargs="+", choices=tuple(WAYS), help="instead of each point's own")
-    explained = parser.add_argument_group("explanation of one step")
-    explained.add_argument("--explain", action="store_true", help="predict and measure one step by stage")
-    explained.add_argument("--model", default="Llama-2-7B", choices=tuple(MODELS), help="default: Llama-2-7B")
-    explained.add_argument("--nodes", type=int, default=64, help="1 for a plain step, without heads (default: 64)")
-    explained.add_argument("--prefix", type=int, default=1024, help="cached rows (default: 1024)")
-    explained.add_argument("--heads", default="shared", choices=tuple(HEADS), help="default: shared")
-    words = "peaks to predict by, as in medusa simulate; needed without a GPU, or with one that is not known by name"
-    explained.add_argument("--device", metavar="NAME or FILE", help=words)
     args = parser.parse_args()
-    if args.explain and args.only:
-        parser.error("--only: expected --model in its place with --explain")
-    if args.explain:
-        from benchmarks import explain  # imports this module
-
-        try:
-            explain.explain(
-                args.model, args.nodes, args.prefix, args.heads, args.device, args.ways or ("graph", OLD), args.seconds
-            )
-        except ValueError as error:
-            parser.error(str(error))
-        return
     if not torch.cuda.is_available():
         parser.exit(2, "bench_step: needs a CUDA device, and torch sees none\n")
     points = tuple(p for p in POINTS if not args.only or any(text in p.model for text in args.only))

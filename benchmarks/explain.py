@@ -1,4 +1,6 @@
-"""Explain a captured step by stage: `python -m benchmarks.bench_step --explain`.
+"""Explain a captured step by stage: microseconds predicted from its launches, and measured ones if there is a GPU.
+
+    python -m benchmarks.explain --model Llama-2-7B --nodes 64 --device h200
 
 Predicted is, for each stage, the longest of three times plus a fixed time per launch: its bytes from memory, its bytes
 through the L2, its arithmetic. Bytes from memory and operations are the roofline's, the rest follows from the recorded
@@ -8,6 +10,7 @@ with the most programs takes. Measured is every kernel of some replays of the st
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import math
 import os
@@ -371,3 +374,26 @@ def text(record: dict[str, Any], stages: Sequence[Stage], found: Measured | None
         *(f"  {time:.1f} us {name}" for name, time in found.others.items()),
     ]
     return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    """Run from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    known, ways = bench_step.MODELS, bench_step.WAYS
+    parser.add_argument("--model", default="Llama-2-7B", choices=tuple(known), help="default: Llama-2-7B")
+    parser.add_argument("--nodes", type=int, default=64, help="1 for a plain step, without heads (default: 64)")
+    parser.add_argument("--prefix", type=int, default=1024, help="cached rows (default: 1024)")
+    parser.add_argument("--heads", default="shared", choices=tuple(bench_step.HEADS), help="default: shared")
+    parser.add_argument("--ways", nargs="+", choices=tuple(ways), default=("graph", bench_step.OLD))
+    parser.add_argument("--seconds", type=float, default=0.4, help="how long each way is timed")
+    words = "peaks to predict by, as in medusa simulate; needed without a GPU, or with one that is not known by name"
+    parser.add_argument("--device", metavar="NAME or FILE", help=words)
+    args = parser.parse_args()
+    try:
+        explain(args.model, args.nodes, args.prefix, args.heads, args.device, args.ways, args.seconds)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()

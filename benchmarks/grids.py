@@ -1,18 +1,31 @@
-"""How the launches of a decoding step fill each GPU: `python -m benchmarks.inspection --grids`."""
+"""How the launches of a decoding step fill each GPU, compiled without one.
+
+    python -m benchmarks.grids --device h200 a100 --model Llama-3-8B --nodes 1 64
+
+One line per launch: its programs, how many the GPU runs at once (slots), and the bytes of weights or keys that a
+multiprocessor has in flight. The rules of `benchmarks.inspection` are checked, and another one:
+  idle  a launch that streams weights or keys (projections, heads, verification, attention) leaves more than a third of
+        the multiprocessors idle. With P programs, S slots and C multiprocessors there are W = ceil(P / S) waves, the
+        last of L = P - (W - 1) S programs; idle is max(0, C - L) / C / W.
+"""
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from benchmarks import inspection
 from benchmarks.inspection import GPUS, Row
 from benchmarks.kernel_forms import Specialisation
 from benchmarks.step_launches import Launch, specialisation, step_launches
+from medusa_kernels._registry import interpreted
 
 MODELS = ("Llama-2-7B", "Llama-3-8B", "Llama-2-13B", "Qwen3-8B")
 HEADS = "shared, trimmed 8192"
@@ -199,3 +212,28 @@ def facts(grids: Iterable[Grid]) -> list[dict[str, Any]]:
         }
         for grid in grids
     ]  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", nargs="+", choices=tuple(GPUS), default=DEVICES, metavar="NAME")
+    parser.add_argument("--model", nargs="+", default=MODELS, metavar="NAME", help="shapes of bench_step")
+    parser.add_argument("--nodes", nargs="+", type=int, default=(1, 16, 64), metavar="N", help="default: 1 16 64")
+    parser.add_argument("--prefix", type=int, default=1024, metavar="ROWS", help="cached rows (default: 1024)")
+    parser.add_argument("--heads", default=HEADS, metavar="KIND", help=f"heads of bench_step (default: {HEADS})")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows and breaches to a file")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes (default: cores)")
+    args = parser.parse_args(arguments)
+    if interpreted():
+        parser.error("TRITON_INTERPRET=1 is set: kernels cannot be compiled; unset it")
+    try:
+        rows = inspect_grids(args.device, args.model, args.nodes, args.prefix, args.heads, args.jobs)
+    except ValueError as error:
+        parser.error(str(error))
+    breaches = [f"{row}: {breach}" for row in rows for breach in row.breaches()]
+    return inspection.report(table(rows), facts(rows), breaches, args.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -70,12 +70,6 @@ Each of these is a breach, printed below the table, and makes the exit status 1:
                 strided, unit1, unit2, unit4 in their name.
   carried       a loop assigns a variable that Triton does not carry to its next iteration (see loop_variables.py)
   missing       an op without a kernel or compiled forms, or a kernel that does not compile
-
---grids prints one line per launch of a whole step instead: its programs, how many the GPU runs at once (slots), and
-the bytes of weights or keys that a multiprocessor has in flight. It checks the rules above, and:
-  idle          a launch that streams weights or keys (projections, heads, verification, attention) leaves more than a
-                third of the multiprocessors idle. With P programs, S slots and C multiprocessors there are
-                W = ceil(P / S) waves, the last of L = P - (W - 1) S programs; idle is max(0, C - L) / C / W.
 """
 UNALIGNED_WORDS = frozenset({"strided", "unit1", "unit2", "unit4"})
 
@@ -356,49 +350,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--arch", action="append", choices=ARCHS, help="target, may be repeated (default: all)")
     parser.add_argument("--only", default="", metavar="SUBSTRING", help="only kernels whose name contains this")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows and breaches to a file")
-    grids = parser.add_argument_group("launches of a step")
-    grids.add_argument("--grids", action="store_true", help="show how the launches of a step fill each GPU")
-    grids.add_argument("--device", nargs="+", choices=tuple(GPUS), metavar="NAME", help=f"of {', '.join(GPUS)}")
-    grids.add_argument("--model", nargs="+", metavar="NAME", help="shapes of bench_step (default: those of 7B to 13B)")
-    grids.add_argument("--nodes", nargs="+", type=int, default=(1, 16, 64), metavar="N", help="default: 1 16 64")
-    grids.add_argument("--prefix", type=int, default=1024, metavar="ROWS", help="cached rows (default: 1024)")
-    grids.add_argument("--heads", metavar="KIND", help="heads of bench_step (default: shared, trimmed 8192)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes (default: cores)")
     options = parser.parse_args(arguments)
     if interpreted():
         print("TRITON_INTERPRET=1 is set: kernels cannot be compiled; unset it", file=sys.stderr)
         return 2
-    if options.grids and (options.arch or options.only):
-        parser.error("--grids: expected --device in place of --arch, and no --only")
-    if not options.grids and (options.device or options.model or options.heads):
-        parser.error("--device, --model, --heads: expected only with --grids")
-    if options.grids:
-        from benchmarks import grids as of_steps  # imports transformers
-
-        try:
-            rows = of_steps.inspect_grids(
-                options.device or of_steps.DEVICES, options.model or of_steps.MODELS, options.nodes, options.prefix,
-                options.heads or of_steps.HEADS, options.jobs,
-            )  # fmt: skip
-        except ValueError as error:
-            parser.error(str(error))
-        lines = [f"{row}: {breach}" for row in rows for breach in row.breaches()]
-        shown, facts = of_steps.table(rows), of_steps.facts(rows)
-    else:
-        rows, lines = inspect(options.arch or ARCHS, options.only, options.jobs)
-        shown, facts = table(rows), [asdict(row) for row in rows]
-    print(shown)
-    if options.json:
-        import triton
-
-        written = {"triton": triton.__version__, "rows": facts, "breaches": lines}
-        options.json.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
-    for line in lines:
-        print(f"breach: {line}")
+    rows, lines = inspect(options.arch or ARCHS, options.only, options.jobs)
     if not rows and not lines:
         print(f"no kernel's name contains {options.only!r}", file=sys.stderr)
         return 2
-    return 1 if lines else 0
+    return report(table(rows), [asdict(row) for row in rows], lines, options.json)
+
+
+def report(shown: str, rows: Sequence[Mapping[str, Any]], breaches: Sequence[str], file: Path | None) -> int:
+    """Print a table and its breaches, write them to a file if there is one, and return the exit status."""
+    print(shown)
+    if file:
+        import triton
+
+        written = {"triton": triton.__version__, "rows": rows, "breaches": breaches}
+        file.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
+    for line in breaches:
+        print(f"breach: {line}")
+    return 1 if breaches else 0
 
 
 if __name__ == "__main__":

@@ -216,8 +216,8 @@ def test_without_a_gpu_the_command_predicts_for_a_named_device(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], results: Any
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "argv", ["bench_step.py", "--explain", "--device", "h200", "--ways", "graph"])
-    bench_step.main()
+    monkeypatch.setattr(sys, "argv", ["explain.py", "--device", "h200", "--ways", "graph"])
+    explain.main()
     said = capsys.readouterr().out
     assert "Llama-2-7B, 64 nodes, prefix 1024, heads shared, h200: graph" in said
     assert "us predicted; nothing was measured" in said

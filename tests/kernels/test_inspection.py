@@ -345,31 +345,31 @@ def test_grids_exit_with_an_error_on_a_breach(
     found = [grid_of("h200", 128, 1)]
     monkeypatch.setattr(grids, "inspect_grids", lambda *arguments: asked.append(arguments) or found)
     file = tmp_path / "rows.json"
-    assert inspection.main(["--grids", "--device", "h200", "--nodes", "64", "--json", str(file), "--jobs", "1"]) == 0
+    assert grids.main(["--device", "h200", "--nodes", "64", "--json", str(file), "--jobs", "1"]) == 0
     assert asked == [(["h200"], grids.MODELS, [64], 1024, "shared, trimmed 8192", 1)]
     assert "N32 K64     32      4       4       128    132      1       3" in capsys.readouterr().out
     assert json.loads(file.read_text())["rows"][0]["grid"] == [128]
     found.append(grid_of("a100", 48, 2))
-    assert inspection.main(["--grids"]) == 1
+    assert grids.main([]) == 1
     assert "breach: a100 Llama-2-7B 64 nodes: down: _decode_linear_kernel: 56% of 108" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--grids", "--arch", "90"], "--grids: expected --device in place of --arch, and no --only"),
-        (["--device", "h200"], "--device, --model, --heads: expected only with --grids"),
-        (["--grids", "--model", "Llama"], "--model: expected one of Llama-2-7B, .*, got Llama"),
-        (["--grids", "--heads", "none"], "--heads: expected one of shared, .*, got none"),
-        (["--grids", "--nodes", "0"], "--nodes: expected 1 to 64, got 0"),
+        (["--model", "Llama"], "--model: expected one of Llama-2-7B, .*, got Llama"),
+        (["--heads", "none"], "--heads: expected one of shared, .*, got none"),
+        (["--nodes", "0"], "--nodes: expected 1 to 64, got 0"),
     ],
 )
 @needs_compiler
 def test_grids_of_unknown_steps_are_refused(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from benchmarks import grids
+
     with pytest.raises(SystemExit):
-        inspection.main(arguments)
+        grids.main(arguments)
     assert re.search(message, capsys.readouterr().err)
 
 
@@ -377,7 +377,9 @@ def test_grids_of_unknown_steps_are_refused(
 @needs_compiler
 def test_the_launches_of_a_plain_step_fill_an_a100(capsys: pytest.CaptureFixture[str]) -> None:
     """Compiled for real: 4,096 rows of weights, however divided, are at least 72 programs."""
-    assert inspection.main(["--grids", "--device", "a100", "--model", "Llama-2-7B", "--nodes", "1", "--jobs", "1"]) == 0
+    from benchmarks import grids
+
+    assert grids.main(["--device", "a100", "--model", "Llama-2-7B", "--nodes", "1", "--jobs", "1"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("a100")]
     assert [line[3] for line in lines if "decode_linear" in line] == ["qkv", "output", "gate,", "down"]
     # Each kernel of a layer 32 times; the first norm adds nothing up.

@@ -63,7 +63,7 @@ class Device:
         launch_us: microseconds of a launch within a captured step that neither its bytes nor its operations explain.
         source: where the figures come from.
 
-    The simulation uses neither `l2_bandwidth` nor `launch_us`; `python -m benchmarks.bench_step --explain` does.
+    The simulation uses neither `l2_bandwidth` nor `launch_us`; `python -m benchmarks.explain` does.
 
     Raises:
         ValueError: a peak that is no number above 0, a time below 0, another dtype.
