@@ -19,7 +19,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
@@ -51,7 +50,7 @@ Weights = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(suite.Case):
     """One projection with the norm after it, which adds up the parts into which its columns are divided.
 
     Attributes:
@@ -69,10 +68,6 @@ class Case:
     rows: int
     parts: int = 1
     gate: bool = False
-
-    def shapes(self) -> dict[str, Any]:
-        """Return the fields."""
-        return suite.as_shapes(self)
 
     def bytes(self, element: int) -> int:
         """Count the bytes of the weights."""
@@ -189,14 +184,6 @@ def test_projections_of_a_small_model(way_through: Any) -> None:
     records = way_through.pedantic(lambda: measure(shape, 3, device, torch.float32, 1e9), rounds=1)
     assert [record["implementation"] for record in records] == list(WAYS)
     assert all(record["error"] < 1e-5 for record in records)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and torch sees none")
-def test_projections_on_a_gpu(way_through: Any) -> None:
-    device = torch.device("cuda")
-    copy = gpu.copy_bandwidth(device)
-    records = way_through.pedantic(lambda: measure(SHAPES[0], 64, device, torch.bfloat16, copy), rounds=1)
-    assert all(record["error"] < 1e-2 for record in records)
 
 
 CPU_ROWS = (1, 4, 8, 16, 32)

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -24,16 +23,12 @@ OP = "gumbel_noise"
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(suite.Case):
     """One step's noise."""
 
     vocabulary: int
     batch: int = 1
     rows: int = 5
-
-    def shapes(self) -> dict[str, Any]:
-        """Return the fields."""
-        return suite.as_shapes(self)
 
     def bytes(self) -> int:
         """Count what is written."""
@@ -71,7 +66,6 @@ def plain(case: Case, x: Inputs) -> Tensor:
     return reference.gumbel_noise(x.seeds, x.first, case.rows, case.vocabulary)
 
 
-WAYS = {"medusa_kernels": ours, "torch operations": plain}
 TOLERANCE = 1e-5
 
 
@@ -87,21 +81,6 @@ def measure(case: Case, run: suite.Run) -> None:
 
 
 SMALL = Case(32000)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_cpu(benchmark: Any, way: str) -> None:
-    """One step's noise on the CPU."""
-    x = inputs(SMALL, suite.Run(OP, torch.device("cpu"), dtype=torch.float32))
-    call = functools.partial(WAYS[way], SMALL, x)
-    assert float((ours(SMALL, x) - call()).abs().max()) < TOLERANCE
-    suite.cpu_part(benchmark, OP, SMALL, way, call, bytes=SMALL.bytes())
-
-
-@suite.needs_gpu
-def test_gpu(benchmark: Any) -> None:
-    """All cases on the GPU."""
-    suite.gpu_part(benchmark, OP, list(cases()), measure)
 
 
 if __name__ == "__main__":

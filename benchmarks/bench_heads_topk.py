@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, log_softmax, silu
@@ -32,7 +31,7 @@ WEIGHTS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(suite.Case):
     """One form of the heads.
 
     Attributes:
@@ -51,10 +50,6 @@ class Case:
     heads: int = K
     hidden: int = HIDDEN
     k: int = BEST
-
-    def shapes(self) -> dict[str, Any]:
-        """Return the fields."""
-        return suite.as_shapes(self)
 
     def bytes(self, element: int, quantised: int = 1) -> int:
         """Count the weights that are read, their scales and the biases once."""
@@ -204,24 +199,6 @@ def measure(case: Case, run: suite.Run) -> None:
 
 
 SMALL = Case("own", 1000, 1000, "full", batch=1, heads=2, hidden=256)
-
-
-@pytest.mark.parametrize("way", ["medusa_kernels", "torch batched", "torch a head"])
-def test_cpu(benchmark: Any, way: str) -> None:
-    """Small heads in float32 on the CPU."""
-    run = suite.Run(OP, torch.device("cpu"), dtype=torch.float32)
-    x = inputs(SMALL, run)
-    call = functools.partial(
-        {"medusa_kernels": ours, "torch batched": torch_batched, "torch a head": torch_each}[way], SMALL, x
-    )
-    torch.testing.assert_close(call()[0], ours(SMALL, x)[0], rtol=1e-4, atol=1e-4)
-    suite.cpu_part(benchmark, OP, SMALL, way, call, bytes=SMALL.bytes(4))
-
-
-@suite.needs_gpu
-def test_gpu(benchmark: Any) -> None:
-    """The most telling forms on the GPU."""
-    suite.gpu_part(benchmark, OP, list(cases()), measure)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,9 @@ position on the host (our op reads it on the device), except the one with `index
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -28,7 +25,7 @@ SCATTERED, IN_PLACE = (0, 3, 11, 27, 50), (0, 1, 2, 3, 4)
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(suite.Case):
     """One cache and one path, all of whose nodes are accepted."""
 
     kv_heads: int
@@ -37,10 +34,6 @@ class Case:
     layers: int = 32
     rows: int = 4096
     head_dim: int = 128
-
-    def shapes(self) -> dict[str, Any]:
-        """Return the fields."""
-        return suite.as_shapes(self)
 
     def row_bytes(self, element: int) -> int:
         """Bytes of one cache row in all layers, keys and values."""
@@ -150,22 +143,6 @@ def measure(case: Case, run: suite.Run) -> None:
 
 
 SMALL = Case(kv_heads=2, path=SCATTERED, layers=4, rows=256, head_dim=64)
-
-
-@pytest.mark.parametrize("way", ["medusa_kernels", *PEERS])
-def test_cpu(benchmark: Any, way: str) -> None:
-    """A small cache on the CPU."""
-    run = suite.Run(OP, torch.device("cpu"), dtype=torch.float32)
-    [x] = inputs(SMALL, run, 1)
-    move = PEERS.get(way, ours)
-    assert difference(x, move) == 0
-    suite.cpu_part(benchmark, OP, SMALL, way, functools.partial(move, x), bytes=SMALL.bytes(4))
-
-
-@suite.needs_gpu
-def test_gpu(benchmark: Any) -> None:
-    """All cases on the GPU."""
-    suite.gpu_part(benchmark, OP, list(cases()), measure)
 
 
 if __name__ == "__main__":

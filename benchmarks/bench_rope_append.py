@@ -12,9 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
@@ -30,7 +28,7 @@ PREFIX = 128
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(suite.Case):
     """One shape; `models` are those that have these heads."""
 
     models: tuple[str, ...]
@@ -40,10 +38,6 @@ class Case:
     nodes: int
     prefix: int
     batch: int
-
-    def shapes(self) -> dict[str, Any]:
-        """Return the fields."""
-        return suite.as_shapes(self)
 
     def bytes(self, element: int) -> int:
         """Count what is read and written, and the two table rows of each node."""
@@ -115,7 +109,7 @@ def transformers_way(x: Inputs) -> Tensor:
     return q.transpose(1, 2)
 
 
-def difference(x: Inputs, way: Callable[[Inputs], Tensor] = transformers_way) -> float:
+def difference(x: Inputs, way: Callable[[Inputs], Tensor]) -> float:
     """Return the largest difference of the queries and of the written rows; the rows are poisoned in between."""
     results = []
     for one in (ours, way):
@@ -135,22 +129,6 @@ def measure(case: Case, run: suite.Run) -> None:
 
 
 SMALL = Case(("small",), heads=4, kv_heads=2, head_dim=64, nodes=16, prefix=500, batch=1)
-
-
-@pytest.mark.parametrize("way", ["medusa_kernels", "transformers"])
-def test_cpu(benchmark: Any, way: str) -> None:
-    """A small shape in float32 on the CPU."""
-    run = suite.Run(OP, torch.device("cpu"), dtype=torch.float32)
-    x = inputs(SMALL, run)
-    assert difference(x) < TOLERANCE[torch.float32]
-    call = functools.partial(ours if way == "medusa_kernels" else transformers_way, x)
-    suite.cpu_part(benchmark, OP, SMALL, way, call, bytes=SMALL.bytes(4))
-
-
-@suite.needs_gpu
-def test_gpu(benchmark: Any) -> None:
-    """The most telling shapes on the GPU."""
-    suite.gpu_part(benchmark, OP, list(cases()), measure)
 
 
 if __name__ == "__main__":

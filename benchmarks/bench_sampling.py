@@ -12,14 +12,12 @@ our two ways are one. Bytes: the logits of the nodes on one path, once.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor, nn
 from transformers.generation import logits_process as lp
@@ -47,7 +45,7 @@ SETTINGS: dict[str, Callable[[], list[Any]]] = {
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(suite.Case):
     """Settings, and the step that draws by them."""
 
     settings: str
@@ -60,10 +58,6 @@ class Case:
         """A chain of four, with siblings up to the number of nodes: five tokens are drawn if all drafts are right."""
         chain = [[0] * depth for depth in range(1, 5)]
         return Tree([*chain, *([rank] for rank in range(1, self.nodes - len(chain)))])
-
-    def shapes(self) -> dict[str, Any]:
-        """Return the fields."""
-        return suite.as_shapes(self)
 
     def bytes(self, element: int) -> int:
         """Count what one path's draws read at least."""
@@ -170,7 +164,7 @@ def chosen(
     return call
 
 
-WAYS = {"medusa_kernels": ours, "processors at each depth": each_depth, "transformers' processors": theirs}
+PEERS = {"processors at each depth": each_depth, "transformers' processors": theirs}
 
 
 def difference(x: Inputs, mine: Tensor, others: Tensor) -> float:
@@ -184,29 +178,11 @@ def measure(case: Case, run: suite.Run) -> None:
     """Measure our choice, then the same by processors at each depth."""
     size = case.bytes(run.dtype.itemsize)
     sets = inputs(case, run, min(4, max(2, gpu.sets_needed(size, run.device))))
-    mine, *others = (chosen(case, run, way) for way in WAYS.values())
-    peers = dict(zip([*WAYS][1:], others, strict=True))
+    mine, peers = chosen(case, run, ours), {name: chosen(case, run, way) for name, way in PEERS.items()}
     run.compare(case, sets, mine, peers, lambda x, way: difference(x, mine(x), way(x)), 0.0, bytes=size)
 
 
 SMALL = Case("top_p", 128_256, 16)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_cpu(benchmark: Any, way: str) -> None:
-    """One step's draws by top-p on the CPU."""
-    run = suite.Run(OP, torch.device("cpu"), dtype=torch.float32)
-    [x] = inputs(SMALL, run, 1)
-    tokens = [chosen(SMALL, run, make)(x) for make in (ours, WAYS[way])]
-    assert difference(x, *tokens) == 0
-    call = functools.partial(chosen(SMALL, run, WAYS[way]), x)
-    suite.cpu_part(benchmark, OP, SMALL, way, call, bytes=SMALL.bytes(4))
-
-
-@suite.needs_gpu
-def test_gpu(benchmark: Any) -> None:
-    """All cases on the GPU."""
-    suite.gpu_part(benchmark, OP, list(cases()), measure)
 
 
 if __name__ == "__main__":

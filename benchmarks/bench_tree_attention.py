@@ -1,11 +1,11 @@
-"""Tree attention against masked attention of PyTorch and, where installed, FlashInfer and flash-attn.
+"""Tree attention against masked attention of PyTorch.
 
     python -m benchmarks.bench_tree_attention --budget 480
     python -m benchmarks.bench_tree_attention --quick --only nodes=64
 
 Every peer computes the same function (its difference from ours is printed) with its mask prepared outside the timing;
-keys and values are the valid rows only. Lines named "unmasked" compute plain attention over the same rows: a floor, not
-a peer. Cases with `spare` rows are short texts in a large cache: our op alone, as it is planned for the whole cache, in
+keys and values are the valid rows only. "sdpa unmasked" computes plain attention over the same rows: a floor, not a
+peer. Cases with `spare` rows are short texts in a large cache: our op alone, as it is planned for the whole cache, in
 one wave, and with a view of the valid rows. Bytes: keys and values of all valid rows once, queries and output.
 FlexAttention is compiled for each shape, so it is limited to the first `--flex` cases in the order of `--list`.
 """
@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -29,7 +28,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks import gpu, suite
 from medusa_decoding.trees.tree import Tree
-from medusa_kernels import served_by, tree_attention
+from medusa_kernels import tree_attention
 from medusa_kernels.tree_attention import attention_counters
 
 OP = "tree_attention"
@@ -47,7 +46,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(suite.Case):
     """One shape; `models` are those that have these heads, `spare` rows of the cache are empty."""
 
     models: tuple[str, ...]
@@ -61,7 +60,7 @@ class Case:
 
     def shapes(self) -> dict[str, Any]:
         """Return the fields; spare rows only if there are some."""
-        shapes = suite.as_shapes(self)
+        shapes = super().shapes()
         return shapes if self.spare else {name: value for name, value in shapes.items() if name != "spare"}
 
     @property
@@ -180,39 +179,27 @@ def measure(case: Case, run: suite.Run) -> None:
         return
     copies = [inputs(case, run) for _ in range(gpu.sets_needed(cache_bytes, run.device))]
     known = {"bytes": cache_bytes, "flop": case.flop()}
-    run.time(
-        case,
-        "medusa_kernels",
-        functools.partial(_call, ours, copies),
-        len(copies),
-        served_by=served_by(OP, run.device.type).name,
-        **known,
-    )
+
+    def timed(name: str, way: Callable[[Inputs], Tensor], **more: Any) -> None:
+        run.time(case, name, lambda i: functools.partial(way, copies[i]), len(copies), **known, **more)
+
+    timed(suite.OURS, ours, **suite.served(OP, run.device))
     expected = ours(copies[0])
     if case.spare:
         for name, way in {"one wave": in_one_wave, "valid rows": of_valid_rows}.items():
             error = float((way(copies[0]).float() - expected.float()).norm() / expected.float().norm())
             if run.agrees(case, name, error, TOLERANCE[run.dtype]):
-                run.time(case, name, functools.partial(_call, way, copies), len(copies), **known)
+                timed(name, way)
         return
-    peers = {
-        "sdpa": sdpa,
-        "sdpa unmasked": sdpa_unmasked,
-        "flashinfer": flashinfer,
-        "flash-attn unmasked": flash_attn_unmasked,
-    }
-    for name, prepare in peers.items():
-        run.attempt(case, name, functools.partial(_peer, case, run, name, prepare, copies, expected, known))
+    peers = {"sdpa": sdpa} | ({"sdpa unmasked": sdpa_unmasked} if case.nodes > 1 else {})
     if run.limits.get("flex", 0) > 0 and run.left() > FLEX_SECONDS:
         run.limits["flex"] -= 1
-        run.attempt(case, "flex", functools.partial(_peer, case, run, "flex", flex, copies, expected, known))
+        peers["flex"] = flex
+    for name, prepare in peers.items():
+        run.attempt(case, name, functools.partial(_peer, case, run, name, prepare, copies, expected, known))
 
 
 Variants = dict[str, Attend]
-
-
-def _call(way: Callable[[Inputs], Tensor], copies: list[Inputs], i: int) -> gpu.Call:
-    return functools.partial(way, copies[i])
 
 
 def _on_copy(attend: Attend, copies: list[Inputs], i: int) -> gpu.Call:
@@ -224,16 +211,13 @@ def _peer(
     case: Case,
     run: suite.Run,
     name: str,
-    prepare: Callable[[Case, suite.Run], Variants | str],
+    prepare: Callable[[Case, suite.Run], Variants],
     copies: list[Inputs],
     expected: Tensor,
     known: dict[str, int],
 ) -> None:
     """Check and time every variant of a peer; record the best, with the others' medians."""
     variants = prepare(case, run)
-    if isinstance(variants, str):
-        run.skip(case, name, variants)
-        return
     timings: dict[str, gpu.Timing] = {}
     refused: dict[str, str] = {}
     errors: dict[str, float] = {}
@@ -331,10 +315,8 @@ def sdpa(case: Case, run: suite.Run) -> Variants:
     return _with_backends(case, functools.cache(lambda group: float_mask(case, run, group)))
 
 
-def sdpa_unmasked(case: Case, run: suite.Run) -> Variants | str:
+def sdpa_unmasked(case: Case, run: suite.Run) -> Variants:
     """PyTorch's attention without any mask: the floor of this library."""
-    if case.nodes == 1:
-        return "one node: sdpa itself has no mask"
     variants = _with_backends(case, lambda group: None)
     return {name: attend for name, attend in variants.items() if "packed" not in name and "efficient" not in name}
 
@@ -361,57 +343,7 @@ def flex(case: Case, run: suite.Run) -> Variants:
     return {"compiled" if run.device.type == "cuda" else "eager": attended}
 
 
-def flashinfer(case: Case, run: suite.Run) -> Variants | str:
-    """FlashInfer's single-request attention with a packed custom mask."""
-    try:
-        import flashinfer as library
-    except ImportError:
-        return "flashinfer is not installed"
-    if case.batch > 1:
-        return "FlashInfer is measured for one request"
-    mask = torch.ones(case.nodes, case.rows, dtype=torch.bool)
-    mask[:, case.prefix :] = visible(case.nodes)
-    packed = library.packbits(mask.to(run.device).view(-1), bitorder="little")
-
-    def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out: Tensor = library.single_prefill_with_kv_cache(q[0], k[0], v[0], packed_custom_mask=packed, kv_layout="HND")
-        return out[None]
-
-    return {"custom mask": attended}
-
-
-def flash_attn_unmasked(case: Case, run: suite.Run) -> Variants | str:
-    """flash-attn's decoding without a mask, split over the keys: the floor."""
-    try:
-        from flash_attn import flash_attn_with_kvcache
-    except ImportError:
-        return "flash-attn is not installed"
-    lens = torch.full((case.batch,), case.rows, dtype=torch.int32, device=run.device)
-    return {
-        "kvcache": lambda q, k, v: flash_attn_with_kvcache(
-            q, k.transpose(1, 2), v.transpose(1, 2), cache_seqlens=lens, causal=False
-        )
-    }
-
-
 SMALL = Case(("small",), heads=4, kv_heads=2, head_dim=64, nodes=16, prefix=512, batch=1)
-
-
-@pytest.mark.parametrize("way", ["medusa_kernels", "sdpa math"])
-def test_cpu(benchmark: Any, way: str) -> None:
-    """A small shape in float32 on the CPU: our op, and PyTorch's attention with a mask."""
-    run = suite.Run(OP, torch.device("cpu"), dtype=torch.float32)
-    x = inputs(SMALL, run)
-    peer = sdpa(SMALL, run)["gqa math"]
-    call = functools.partial(ours, x) if way == "medusa_kernels" else functools.partial(peer, x.q, x.k, x.v)
-    torch.testing.assert_close(call(), ours(x), rtol=1e-4, atol=1e-5)
-    suite.cpu_part(benchmark, OP, SMALL, way, call, bytes=SMALL.bytes(4), flop=SMALL.flop())
-
-
-@suite.needs_gpu
-def test_gpu(benchmark: Any) -> None:
-    """The most telling shapes on the GPU."""
-    suite.gpu_part(benchmark, OP, list(cases()), measure)
 
 
 def main() -> None:

@@ -9,12 +9,10 @@ tensors written; they are so few that launches decide.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -26,7 +24,7 @@ OP = "tree_select"
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(suite.Case):
     """One tree, and how many rows choose from it."""
 
     nodes: int
@@ -36,7 +34,7 @@ class Case:
 
     def shapes(self) -> dict[str, Any]:
         """Return the fields, and how many candidates there are."""
-        return suite.as_shapes(self) | {"candidates": self.candidates}
+        return super().shapes() | {"candidates": self.candidates}
 
     @property
     def candidates(self) -> int:
@@ -95,12 +93,9 @@ def plain(x: Inputs) -> tuple[Tensor, ...]:
     return reference.tree_select(x.tokens, x.logprobs, x.depths, x.paths, x.nodes)
 
 
-def difference(x: Inputs, way: Callable[[Inputs], tuple[Tensor, ...]] = plain) -> float:
+def difference(x: Inputs, way: Callable[[Inputs], tuple[Tensor, ...]]) -> float:
     """Return the largest difference between our result and PyTorch's."""
     return max(float((a.double() - b.double()).abs().max()) for a, b in zip(ours(x), way(x), strict=True))
-
-
-WAYS: dict[str, Callable[[Inputs], tuple[Tensor, ...]]] = {"medusa_kernels": ours, "torch operations": plain}
 
 
 def measure(case: Case, run: suite.Run) -> None:
@@ -110,21 +105,6 @@ def measure(case: Case, run: suite.Run) -> None:
 
 
 SMALL = Case(nodes=16)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_cpu(benchmark: Any, way: str) -> None:
-    """One step's choice on the CPU."""
-    run = suite.Run(OP, torch.device("cpu"), dtype=torch.float32)
-    [x] = inputs(SMALL, run, 1)
-    assert difference(x) == 0
-    suite.cpu_part(benchmark, OP, SMALL, way, functools.partial(WAYS[way], x), bytes=SMALL.bytes())
-
-
-@suite.needs_gpu
-def test_gpu(benchmark: Any) -> None:
-    """All cases on the GPU."""
-    suite.gpu_part(benchmark, OP, list(cases()), measure)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, log_softmax
@@ -31,7 +29,7 @@ Result = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(suite.Case):
     """One verification."""
 
     vocabulary: int
@@ -39,10 +37,6 @@ class Case:
     stats: bool
     batch: int
     hidden: int = HIDDEN
-
-    def shapes(self) -> dict[str, Any]:
-        """Return the fields."""
-        return suite.as_shapes(self)
 
     def bytes(self, element: int) -> int:
         """Count weight and hidden states, and what is written."""
@@ -134,22 +128,6 @@ def measure(case: Case, run: suite.Run) -> None:
 
 
 SMALL = Case(vocabulary=1000, nodes=5, stats=True, batch=1, hidden=256)
-
-
-@pytest.mark.parametrize("way", ["medusa_kernels", "torch"])
-def test_cpu(benchmark: Any, way: str) -> None:
-    """A small verification in float32 on the CPU."""
-    run = suite.Run(OP, torch.device("cpu"), dtype=torch.float32)
-    x = inputs(SMALL, run)
-    call = functools.partial({"medusa_kernels": ours, "torch": torch_verify}[way], SMALL, x)
-    assert difference(SMALL, x, ours(SMALL, x), call()) < TOLERANCE[torch.float32]
-    suite.cpu_part(benchmark, OP, SMALL, way, call, bytes=SMALL.bytes(4), flop=SMALL.flop())
-
-
-@suite.needs_gpu
-def test_gpu(benchmark: Any) -> None:
-    """The most telling shapes on the GPU."""
-    suite.gpu_part(benchmark, OP, list(cases()), measure)
 
 
 if __name__ == "__main__":

@@ -10,13 +10,11 @@ import argparse
 import dataclasses
 import functools
 import gc
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-import pytest
 import torch
 
 import medusa_kernels
@@ -27,15 +25,15 @@ MEMORY_CAP = 48 * 2**30
 
 QUICK = 8
 NO_GPU = "needs a CUDA device, and torch sees none"
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason=NO_GPU)
 
 
-class Case(Protocol):
-    """One line of a benchmark's table: shapes as JSON has them."""
+class Case:
+    """One line of a benchmark's table: a dataclass whose fields tell it from the others."""
 
     def shapes(self) -> dict[str, Any]:
-        """Return the names and values that tell this case from the others."""
-        ...
+        """Return the fields as JSON has them."""
+        fields = dataclasses.asdict(self)  # type: ignore[call-overload]
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
 
 
 Measure = Callable[[Any, "Run"], None]
@@ -343,41 +341,3 @@ def main(
     run = Run(op, torch.device("cuda"), args.budget, limits={name: getattr(args, name) for name in limits})
     with torch.inference_mode():
         go(run, wanted, measure)
-
-
-def gpu_part(benchmark: Any, op: str, cases: Sequence[Case], measure: Measure) -> None:
-    """Run the most telling cases under pytest, within MEDUSA_BENCH_SECONDS (60) a file."""
-    run = Run(op, torch.device("cuda"), float(os.environ.get("MEDUSA_BENCH_SECONDS", "60")))
-    benchmark.group, benchmark.name = "seconds of whole runs on the GPU, whose tables are above", op
-    with torch.inference_mode():
-        benchmark.pedantic(go, args=(run, cases, measure), rounds=1, iterations=1)
-    assert any("median_us" in record for record in run.records)
-
-
-def cpu_part(
-    benchmark: Any, op: str, case: Case, implementation: str, call: gpu.Call, *, bytes: int, **extra: Any
-) -> None:
-    """Time one call on the CPU under pytest-benchmark and write the same record as on a GPU."""
-    device = torch.device("cpu")
-    benchmark.group, benchmark.name = f"{op}: {label(case)}, float32, CPU", implementation
-    if implementation == OURS:
-        extra |= served(op, device)
-    with torch.inference_mode():
-        benchmark.pedantic(call, rounds=20, iterations=1, warmup_rounds=3)
-    times = sorted(1e6 * t for t in benchmark.stats.stats.data)
-    timing = gpu.Timing(
-        benchmark.stats.stats.median * 1e6,
-        times[len(times) // 10],
-        times[len(times) * 9 // 10],
-        captured=False,
-        calls=1,
-        replays=len(times),
-        sets=1,
-        note="a CPU",
-    )
-    Run(op, device, dtype=torch.float32).write_timing(case, implementation, timing, bytes=bytes, **extra)
-
-
-def as_shapes(case: Any) -> dict[str, Any]:
-    """Return a dataclass's fields as JSON has them."""
-    return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(case).items()}
