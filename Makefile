@@ -54,8 +54,9 @@ SAY_CUDA = @$(BIN)/python -I -B -c "from medusa_kernels import _native; print(_n
 PY ?= $(BIN)/python
 GPU_JOBS ?= 6
 GPU_ABLATIONS := gpu-figure-4 gpu-figure-5 gpu-table-3 gpu-dynamic
-GPU_STAGES := gpu-test gpu-test-compiled gpu-sanitize gpu-explain gpu-attention gpu-heads gpu-verify gpu-compact gpu-sampling \
-	gpu-settings gpu-step gpu-prefill gpu-projections $(GPU_ABLATIONS)
+GPU_BENCHMARKS := gpu-explain gpu-attention gpu-heads gpu-verify gpu-compact gpu-sampling gpu-settings gpu-step gpu-prefill \
+	gpu-projections
+GPU_STAGES := gpu-test gpu-test-compiled gpu-sanitize $(GPU_BENCHMARKS) $(GPU_ABLATIONS)
 # The last commit of what is measured: committing results, words or what draws and checks them repeats no stage.
 COMMIT = $(or $(MEDUSA_COMMIT),$(shell git log -1 --format=%h --abbrev=12 -- . ':!docs' ':!*.md' ':!tests' ':!mkdocs.yml' \
 	':!Makefile' ':!benchmarks/results' ':!benchmarks/plot*.py' ':!benchmarks/trace.py' 2>/dev/null),unknown)
@@ -257,43 +258,26 @@ gpu-sanitize: gpu-build
 	$(call stage,PYTHONPATH=.:python timeout 590 compute-sanitizer --error-exitcode 1 \
 		$(PY) tests/kernels/sanitize_kv_compact.py)
 
-gpu-attention: gpu-build
-	$(call stage,$(ON_GPU) -m benchmarks.bench_tree_attention --budget 480)
-
-gpu-heads: gpu-build
-	$(call stage,$(ON_GPU) -m benchmarks.bench_heads_topk --budget 240)
-
-gpu-verify: gpu-build
-	$(call stage,$(ON_GPU) -m benchmarks.bench_tree_verify --budget 200)
-
-gpu-compact: gpu-build
-	$(call stage,$(ON_GPU) -m benchmarks.bench_kv_compact --budget 120 && \
-		$(ON_GPU) -m benchmarks.bench_rope_append --budget 120 && $(ON_GPU) -m benchmarks.bench_tree_select --budget 40)
-
-gpu-sampling: gpu-build
-	$(call stage,$(ON_GPU) -m benchmarks.bench_sampling --budget 60 && \
-		$(ON_GPU) -m benchmarks.bench_gumbel_noise --budget 20)
-
-gpu-step: gpu-build
-	$(call stage,$(ON_GPU) -m benchmarks.bench_step --budget 530)
-
+BENCH = $(ON_GPU) -m benchmarks.
+gpu-attention = $(BENCH)bench_tree_attention --budget 480
+gpu-heads = $(BENCH)bench_heads_topk --budget 240
+gpu-verify = $(BENCH)bench_tree_verify --budget 200
+gpu-compact = $(BENCH)bench_kv_compact --budget 120 && $(BENCH)bench_rope_append --budget 120 && \
+	$(BENCH)bench_tree_select --budget 40
+gpu-sampling = $(BENCH)bench_sampling --budget 60 && $(BENCH)bench_gumbel_noise --budget 20
+gpu-step = $(BENCH)bench_step --budget 530
+gpu-prefill = $(BENCH)bench_prefill --device cuda --rounds 5 --budget 440
+gpu-projections = $(BENCH)bench_decode_linear
 # Where a step's time goes, with the kernels of 0.2 next to the new ones.
-EXPLAIN = $(ON_GPU) -m benchmarks.explain --seconds 0.2
-gpu-explain: gpu-build
-	$(call stage,$(EXPLAIN) --nodes 64 && $(EXPLAIN) --nodes 1 && $(EXPLAIN) --model Llama-3-8B --prefix 8192 --nodes 64 \
-		--heads "shared, trimmed 8192" && $(EXPLAIN) --model Qwen3-8B --nodes 64 --heads "shared, trimmed 8192")
-
+EXPLAIN = $(BENCH)explain --seconds 0.2
+gpu-explain = $(EXPLAIN) --nodes 64 && $(EXPLAIN) --nodes 1 && $(EXPLAIN) --model Llama-3-8B --prefix 8192 --nodes 64 \
+	--heads "shared, trimmed 8192" && $(EXPLAIN) --model Qwen3-8B --nodes 64 --heads "shared, trimmed 8192"
 # Settings that no GPU has judged: docs/benchmarks.md has what is predicted for each.
-gpu-settings: gpu-build
-	$(call stage,$(ON_GPU) -m benchmarks.bench_tree_attention --only spare --budget 60 && $(EXPLAIN) --nodes 64 \
-		--ways graph "graph with merges up to 32 KiB" "graph with calculated bytes in flight" && \
-		$(EXPLAIN) --nodes 16 --ways graph "graph with calculated bytes in flight" "graph with two warps for 16 rows")
-
-gpu-prefill: gpu-build
-	$(call stage,$(ON_GPU) -m benchmarks.bench_prefill --device cuda --rounds 5 --budget 440)
-
-gpu-projections: gpu-build
-	$(call stage,$(ON_GPU) -m benchmarks.bench_decode_linear)
+gpu-settings = $(BENCH)bench_tree_attention --only spare --budget 60 && $(EXPLAIN) --nodes 64 \
+	--ways graph "graph with merges up to 32 KiB" "graph with calculated bytes in flight" && \
+	$(EXPLAIN) --nodes 16 --ways graph "graph with calculated bytes in flight" "graph with two warps for 16 rows"
+$(GPU_BENCHMARKS): gpu-build
+	$(call stage,$($@))
 
 $(GPU_ABLATIONS): gpu-build
 	$(call stage,$(ON_GPU) -m benchmarks.ablations $(patsubst gpu-%,%,$@) --no-picture --limit 12 \
