@@ -5,8 +5,7 @@
 
 Each candidate takes the place of what the kernel's `configuration` returns for the same arguments; its result must
 agree with that of the chosen configuration before it is timed, cold and graph-replayed. The tables are printed and kept
-in benchmarks/results/tune-<op>-<machine>.json. Candidates are first compiled by several processes at once, which also
-shows there, and not here, which of them crash.
+in benchmarks/results/tune-<op>-<machine>.json.
 """
 
 from __future__ import annotations
@@ -14,14 +13,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import functools
 import importlib
 import inspect
-import multiprocessing
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -41,7 +36,6 @@ from benchmarks import (
 )
 from medusa_decoding.files import write_json
 
-CPU_COUNT = os.cpu_count() or 1
 # Largest difference of a candidate's result, relative to the result's norm; of integer results, the share that differs.
 TOLERANCE = 1e-2
 MOST_DIFFERENT = 0.1
@@ -57,13 +51,11 @@ class Problem:
         bench: the op's benchmark, which knows shapes, inputs and bytes.
         call: runs the op on one copy of a case's inputs.
         cases: the shapes, most telling first.
-        form: the properties of a case, other than the configuration's arguments, that change the compiled kernel.
     """
 
     bench: ModuleType
     call: Callable[[Any, Any], Any]
     cases: Sequence[Any]
-    form: Callable[[Any], object]
 
 
 def _attention_cases() -> list[Any]:
@@ -77,18 +69,8 @@ def _attention_cases() -> list[Any]:
 
 
 PROBLEMS = {
-    "decode_linear": Problem(
-        bench_decode_linear,
-        bench_decode_linear.with_norm,
-        bench_decode_linear.cases(),
-        lambda case: (len(case.features), case.size % 128 == 0),
-    ),
-    "tree_attention": Problem(
-        bench_tree_attention,
-        lambda case, x: bench_tree_attention.ours(x),
-        _attention_cases(),
-        lambda case: case.nodes == 1,
-    ),
+    "decode_linear": Problem(bench_decode_linear, bench_decode_linear.with_norm, bench_decode_linear.cases()),
+    "tree_attention": Problem(bench_tree_attention, lambda case, x: bench_tree_attention.ours(x), _attention_cases()),
     "heads_topk": Problem(
         bench_heads_topk,
         bench_heads_topk.ours,
@@ -99,29 +81,23 @@ PROBLEMS = {
             bench_heads_topk.Case("own", 32000, 32000, "fp8", batch=1),
             bench_heads_topk.Case("gather", 32768, 128256, "full", batch=1),
         ],
-        lambda case: (case.form, case.weights),
     ),
     "tree_verify": Problem(
         bench_tree_verify,
         bench_tree_verify.ours,
         [
-            bench_tree_verify.Case(vocabulary, nodes, stats=stats, batch=1)
-            for vocabulary, nodes, stats in (
-                (128256, 64, False),
-                (128256, 1, False),
-                (32000, 64, False),
-                (128256, 64, True),
-                (32000, 1, False),
-                (128256, 16, False),
-            )
+            *(
+                bench_tree_verify.Case(size, nodes, stats=False, batch=1)
+                for size in (128256, 32000)
+                for nodes in (64, 1)
+            ),
+            bench_tree_verify.Case(128256, 64, stats=True, batch=1),
         ],
-        lambda case: case.stats,
     ),
     "rope_append": Problem(
         bench_rope_append,
         lambda case, x: bench_rope_append.ours(x),
         [bench_rope_append.Case(("Llama-2-7B",), 32, 32, 128, nodes, bench_rope_append.PREFIX, 1) for nodes in (64, 1)],
-        lambda case: None,
     ),
 }
 
@@ -139,38 +115,21 @@ def bound(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, A
 
 
 @contextlib.contextmanager
-def overridden(module: ModuleType, choice: dict[Arguments, Any]) -> Iterator[None]:
-    """Let the module's `configuration` return `choice[arguments]` where there is one."""
-    original = module.configuration
-
-    def configuration(*args: Any, **kwargs: Any) -> Any:
-        asked = bound(original, args, kwargs)
-        return choice[asked] if asked in choice else original(*args, **kwargs)
-
-    module.configuration = configuration  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        module.configuration = original  # type: ignore[attr-defined]
-
-
-def arguments(module: ModuleType, run: Callable[[], object]) -> list[Arguments]:
-    """Return the arguments that a run asks configurations for, each once."""
-    seen: list[Arguments] = []
-    original = module.configuration
+def overridden(module: ModuleType, choice: dict[Arguments, Any]) -> Iterator[list[Arguments]]:
+    """Let the module's `configuration` return `choice[arguments]` where there is one; collect what it is asked for."""
+    original, seen = module.configuration, []
 
     def configuration(*args: Any, **kwargs: Any) -> Any:
         asked = bound(original, args, kwargs)
         if asked not in seen:
             seen.append(asked)
-        return original(*args, **kwargs)
+        return choice[asked] if asked in choice else original(*args, **kwargs)
 
     module.configuration = configuration  # type: ignore[attr-defined]
     try:
-        run()
+        yield seen
     finally:
         module.configuration = original  # type: ignore[attr-defined]
-    return seen
 
 
 def candidates(module: ModuleType, args: Arguments) -> list[Any]:
@@ -211,21 +170,19 @@ class Search:
         problem: what is tuned of it.
         module: its kernel's module, whose `configuration` is replaced.
         run: device, dtype, budget and copy bandwidth.
-        crashed: candidates that failed where they were compiled, and how.
     """
 
     op: str
     problem: Problem
     module: ModuleType
     run: suite.Run
-    crashed: dict[tuple[Arguments, Any], str] = dataclasses.field(default_factory=dict)
 
     def time_case(self, case: Any) -> list[dict[str, Any]]:
         """Time every candidate of a case, best first for each of the configuration's arguments."""
         read = case.bytes(self.run.dtype.itemsize)
         copies = [self.problem.bench.inputs(case, self.run) for _ in range(gpu.sets_needed(read, self.run.device))]
-        expected = self._result(case, copies[0])
-        asked = arguments(self.module, lambda: self.problem.call(case, copies[0]))
+        with overridden(self.module, {}) as asked:
+            expected = self._result(case, copies[0])
         tables = []
         for args in asked:
             chosen = self.module.configuration(**dict(args))
@@ -248,8 +205,6 @@ class Search:
     def _time(
         self, case: Any, copies: list[Any], args: Arguments, config: Any, expected: list[Tensor], read: int
     ) -> dict[str, Any]:
-        if (args, config) in self.crashed:
-            return {"error": self.crashed[args, config]}
         try:
             with overridden(self.module, {args: config}):
                 apart = difference(self._result(case, copies[0]), expected)
@@ -277,64 +232,7 @@ class Search:
             print(f"  {figure}  {config}{'  (chosen)' if row['chosen'] else ''}  {row.get('error', '')}", flush=True)
 
 
-Task = tuple[Any, Arguments, Any]
-
-
-def compile_tasks(op: str, tasks: Sequence[Task], device: str, until: float) -> list[tuple[Arguments, Any, str]]:
-    """Run each candidate once in this process, which fills Triton's cache; return those that failed.
-
-    It stops at the first that leaves the device unusable, since nothing after it can be told apart.
-    """
-    problem, module = PROBLEMS[op], kernel_module(op)
-    failed: list[tuple[Arguments, Any, str]] = []
-    run = suite.Run(op, torch.device(device), copy=1.0)
-    made: tuple[Any, Any] | None = None
-    for case, args, config in tasks:
-        if time.time() > until:
-            break
-        try:
-            if made is None or made[0] != case:
-                made = None
-                made = (case, problem.bench.inputs(case, run))
-            with torch.inference_mode(), overridden(module, {args: config}):
-                problem.call(case, made[1])
-                if device == "cuda":
-                    torch.cuda.synchronize()
-        except torch.OutOfMemoryError:
-            continue
-        except Exception as error:
-            failed.append((args, config, f"{type(error).__name__}: {gpu.first_line(error)}"))
-            if "CUDA error" in str(error):
-                break
-    return failed
-
-
-def compile_ahead(search: Search, jobs: int) -> None:
-    """Compile all candidates of a search in `jobs` processes, within a third of what is left of the budget."""
-    tasks: dict[object, Task] = {}
-    for case in search.problem.cases:
-        x = search.problem.bench.inputs(case, search.run)
-        for args in arguments(search.module, functools.partial(search.problem.call, case, x)):
-            for config in candidates(search.module, args):
-                key = (args, config, search.problem.form(case))
-                tasks.setdefault(key, (case, args, config))
-        del x
-        gpu.release(search.run.device)
-    todo = list(tasks.values())
-    until = time.time() + search.run.left() / 3
-    shares = [todo[i::jobs] for i in range(min(jobs, len(todo)))]
-    began = time.monotonic()
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        sent = [pool.submit(compile_tasks, search.op, share, search.run.device.type, until) for share in shares]
-        for done in as_completed(sent):
-            # A process that died says nothing of which candidate it was: its share is compiled here instead.
-            if done.exception() is None:
-                search.crashed |= {(args, config): why for args, config, why in done.result()}
-    seconds = time.monotonic() - began
-    print(f"{search.op}: {len(todo)} compiled ahead in {seconds:.0f} s, {len(search.crashed)} failed", flush=True)
-
-
-def tune(op: str, budget: float, jobs: int) -> None:
+def tune(op: str, budget: float) -> None:
     """Time all candidates of an op within the budget and write the table."""
     run = suite.Run(op, torch.device("cuda"), budget)
     search = Search(op, PROBLEMS[op], kernel_module(op), run)
@@ -343,8 +241,6 @@ def tune(op: str, budget: float, jobs: int) -> None:
     path = harness.RESULTS / f"tune-{op}-{harness.machine_slug()}.json"
     with torch.inference_mode():
         try:
-            if jobs > 1:
-                compile_ahead(search, jobs)
             for case in search.problem.cases:
                 if run.left() <= 0:
                     break
@@ -364,7 +260,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", choices=list(PROBLEMS), help="an op; repeatable (default: all)")
     parser.add_argument("--budget", type=float, default=500, metavar="SECONDS", help="for all ops (default: 500)")
-    parser.add_argument("--jobs", type=int, default=min(12, CPU_COUNT), help="processes that compile ahead; 1: none")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit(f"tune_kernels: {suite.NO_GPU}")
@@ -375,7 +270,7 @@ def main() -> None:
         left = args.budget - (time.monotonic() - began)
         share = weights.get(op, 1.5) / sum(weights.get(other, 1.5) for other in ops[i:])
         try:
-            tune(op, left * share, args.jobs)
+            tune(op, left * share)
         except ImportError as error:
             print(f"{op}: no kernel to tune: {error}", flush=True)
 
