@@ -20,7 +20,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-import pytest
 import torch
 
 from benchmarks import harness
@@ -122,29 +121,6 @@ def measure(count: int, backend: Backend, seed: int, busy: int = 0) -> dict[str,
         fixed = {f"{tree.num_nodes} nodes": tree for tree in of_auto.trees[1:]}
         figures["own_heads"] = Ways(model, plain | fixed).compare(inputs, warm_up, clock)
     return figures
-
-
-@pytest.mark.parametrize("way", ["plain", "auto"])
-def test_adaptive(benchmark: Any, way: str) -> None:
-    """The answer to one held-out request with random heads, eager, float32: plainly, and with tree="auto"."""
-    if not (CHECKPOINT / "measured.json").is_file():
-        pytest.skip("the embedded checkpoint is not there")
-    base = pretrained.load_model(CHECKPOINT / "base", dtype=torch.float32).eval()
-    choices: dict[str, TreeChoice] = {"plain": Tree([]), "auto": "auto"}
-    with MedusaModel(base, random_heads(base, seed=0), backend="eager") as model:
-        ways = Ways(model, choices)
-        [ids] = prompts(held_out=True, count=1, seed=11)
-        benchmark.group = (
-            'a whole answer of the demo model with heads that are right by chance only: plain, tree="auto"'
-        )
-        tokens = benchmark.pedantic(ways.ways[way], args=(ids,), rounds=5, warmup_rounds=1)
-        ways.ways["plain"](ids)
-    text = ways.texts["plain"][-1]
-    assert (tokens, ways.texts[way][-1]) == (len(text), text)
-    assert text[-1] == base.generation_config.eos_token_id or tokens == NEW
-    figures = {"way": way, "heads": "random", "prompt_tokens": ids.shape[1], "new_tokens": tokens, "batch": 1}
-    seconds = {"median": benchmark.stats.stats.median, "spread": benchmark.stats.stats.iqr}
-    harness.write_record("adaptive", figures | {"seconds": seconds})
 
 
 def main() -> None:

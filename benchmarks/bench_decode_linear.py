@@ -11,19 +11,20 @@ instruction set that the processor has, and PyTorch's linear, in turn.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from benchmarks import gpu, harness, suite
+from benchmarks import harness, suite
 from medusa_kernels import _native, add_rms_norm, decode_linear
 
 
@@ -144,46 +145,47 @@ def packed(shape: Shape, x: Tensor, weights: Weights) -> Tensor:
     return x + linear(silu(gate) * up, down)
 
 
-WAYS: dict[str, Callable[[Shape, Tensor, Weights], Tensor]] = {
-    "decode_linear": ours, "torch, a linear each": separate, "torch, packed": packed,
-}  # fmt: skip
+PEERS = {"torch, a linear each": separate, "torch, packed": packed}
+TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
 
 
-def measure(shape: Shape, rows: int, device: torch.device, dtype: torch.dtype, copy: float) -> list[dict[str, Any]]:
-    """Time every way at one shape and number of rows; one record each."""
-    layers = [layer_weights(shape, device, dtype) for _ in range(shape.layers)]
-    x = torch.randn(rows, shape.hidden, device=device, dtype=dtype)
+@dataclass(frozen=True)
+class Layers(suite.Case):
+    """All projections of a model, each with weights of its own, for some rows of activations."""
+
+    shape: Shape
+    rows: int
+
+    def shapes(self) -> dict[str, Any]:
+        """Return the fields."""
+        return dataclasses.asdict(self.shape) | {"rows": self.rows}
+
+
+def measure(case: Layers, run: suite.Run) -> None:
+    """Measure our kernels, then PyTorch's."""
+    shape = case.shape
+    layers = [layer_weights(shape, run.device, run.dtype) for _ in range(shape.layers)]
+    x = torch.randn(case.rows, shape.hidden, device=run.device, dtype=run.dtype)
+
+    def in_all_layers(way: Callable[[Shape, Tensor, Weights], Tensor], x: Tensor) -> list[Tensor]:
+        return [way(shape, x, weights) for weights in layers]
+
+    def difference(x: Tensor, way: Callable[[Tensor], list[Tensor]]) -> float:
+        wanted = ours(shape, x, layers[0]).float()
+        return float((way(x)[0].float() - wanted).norm() / wanted.norm())
+
+    mine = functools.partial(in_all_layers, ours)
+    peers = {name: functools.partial(in_all_layers, way) for name, way in PEERS.items()}
     moved = sum(weight.nbytes for weights in layers for weight in weights)
-    wanted = packed(shape, x, layers[0]).float()
-    records = []
-    for name, way in WAYS.items():
-        error = ((way(shape, x, layers[0]).float() - wanted).norm() / wanted.norm()).item()
-
-        def all_layers(way: Callable[[Shape, Tensor, Weights], Tensor] = way) -> None:
-            for weights in layers:
-                way(shape, x, weights)
-
-        timing = gpu.cold_replay(lambda _, run=all_layers: run, 1, device)
-        median = timing.median_us
-        records.append(
-            {"op": "decode_linear", "shapes": dataclasses.asdict(shape) | {"rows": rows}, "implementation": name,
-             "dtype": str(dtype).removeprefix("torch."), **dataclasses.asdict(timing), "bytes": moved, "error": error,
-             "gb_per_s": moved / median / 1e3, "fraction": moved / median * 1e6 / copy}
-        )  # fmt: skip
-        print(
-            f"{shape.name} {rows} rows, {name}: {median:.0f} us, {moved / median * 1e8 / copy:.1f} % of copy",
-            flush=True,
-        )
-    return records
+    run.compare(case, [x], mine, peers, difference, TOLERANCE[run.dtype], bytes=moved)
 
 
-def test_projections_of_a_small_model(way_through: Any) -> None:
+def test_projections_of_a_small_model(way_through: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a CPU only the way through the benchmark is shown, and that the ways agree; nothing is recorded."""
-    shape = Shape("small", 64, 64, 32, 96, 2)
-    device = torch.device("cpu")
-    records = way_through.pedantic(lambda: measure(shape, 3, device, torch.float32, 1e9), rounds=1)
-    assert [record["implementation"] for record in records] == list(WAYS)
-    assert all(record["error"] < 1e-5 for record in records)
+    monkeypatch.setattr(harness, "write_record", lambda *_: None)
+    run = suite.Run("decode_linear", torch.device("cpu"), dtype=torch.float32, seconds=0.01)
+    way_through.pedantic(measure, args=(Layers(Shape("small", 64, 64, 32, 96, 2), 3), run), rounds=1)
+    assert [record["implementation"] for record in run.records if "median_us" in record] == [suite.OURS, *PEERS]
 
 
 CPU_ROWS = (1, 4, 8, 16, 32)
@@ -240,20 +242,15 @@ def test_one_projection_on_a_cpu(way_through: Any) -> None:
 
 def main() -> None:
     """Run from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.parse_args()
-    if not torch.cuda.is_available():
-        for stored in (torch.float32, torch.bfloat16, torch.int8):
-            for rows in CPU_ROWS:
-                harness.write_record("decode_linear", measure_on_cpu(stored, rows))
+    options = suite.parser(__doc__, 590)
+    options.parse_args()
+    if torch.cuda.is_available():
+        layers = [Layers(shape, rows) for shape in SHAPES for rows in ROWS]
+        suite.main(__doc__, "decode_linear", layers, measure, options=options)
         return
-    device = torch.device("cuda")
-    copy = gpu.copy_bandwidth(device)
-    for shape in SHAPES:
-        for rows in ROWS:
-            for record in measure(shape, rows, device, torch.bfloat16, copy):
-                harness.write_record("decode_linear", record)
-            gpu.release(device)
+    for stored in (torch.float32, torch.bfloat16, torch.int8):
+        for rows in CPU_ROWS:
+            harness.write_record("decode_linear", measure_on_cpu(stored, rows))
 
 
 if __name__ == "__main__":

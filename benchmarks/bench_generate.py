@@ -14,7 +14,6 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 
 from benchmarks import harness
@@ -131,24 +130,6 @@ def measure(count: int, tuning: int, backends: tuple[Backend, ...]) -> dict[str,
         }
     figures["tuning"] = {name: round(value, 1) for name, value in rates.items()}
     return figures
-
-
-@pytest.mark.parametrize("way", ["transformers", "plain", "medusa"])
-def test_generate(benchmark: Any, way: str) -> None:
-    """The answer to one held-out request by each way, eager, float32; Medusa with the checkpoint's tree."""
-    if not (CHECKPOINT / "measured.json").is_file():
-        pytest.skip("the embedded checkpoint is not there")
-    ways = Ways(("eager",))
-    name = {"transformers": "transformers float32 dynamic cache", "plain": "plain float32 eager"}.get(
-        way, "medusa float32 eager 8 nodes"
-    )
-    [ids] = prompts(held_out=True, count=1, seed=11)
-    benchmark.group = "a whole answer of the demo model, prefill included: float32, batch 1, Medusa with 8 nodes"
-    text = benchmark.pedantic(ways.groups[way][name], args=(ids,), rounds=5, warmup_rounds=1)
-    assert text == ways.groups["transformers"]["transformers float32 dynamic cache"](ids)
-    figures = {"way": name, "prompt_tokens": ids.shape[1], "new_tokens": len(text), "batch": 1}
-    seconds = {"median": benchmark.stats.stats.median, "spread": benchmark.stats.stats.iqr}
-    harness.write_record("generate", figures | {"seconds": seconds})
 
 
 def main() -> None:

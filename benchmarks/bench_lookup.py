@@ -135,17 +135,6 @@ def replay(chat: Path, text: Path, limit: int) -> dict[str, Any]:
     return figures
 
 
-def test_lookup(benchmark: Any) -> None:
-    """One look-up in 4,096 tokens of text."""
-    held = Text.allocate(1, 4096, 256, torch.device("cpu"))
-    generator = torch.Generator().manual_seed(0)
-    held.begin([torch.randint(0, 50, (3840,), generator=generator)])
-    output = torch.randint(0, 50, (1, 256), generator=generator)
-    benchmark.group, benchmark.name = "prompt lookup: 4,096 tokens of text, CPU", "look_up, 8 tokens"
-    copied = benchmark(look_up, held, output, torch.tensor([256]), 8)
-    assert copied.shape == (1, 8)
-
-
 def main() -> None:
     """Run one of the two, print it and append it to the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -1,16 +1,10 @@
-"""How `pytest benchmarks/ --benchmark-only` shows its tables: one for each op, its ways beside each other."""
+"""What the benchmarks' own tests share."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Show medians, with ratios to the fastest way, unless the command line asks for other columns."""
-    if not config.getoption("benchmark_columns", True):
-        config.option.benchmark_columns = ["median", "iqr", "rounds"]
 
 
 @pytest.fixture
