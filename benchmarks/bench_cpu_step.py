@@ -226,7 +226,6 @@ def table(records: Sequence[dict[str, Any]]) -> str:
     counts = sorted({record["nodes"] for record in records} - {1})
     rows = [["model", "dtype", "way", "plain ms", "p10 to p90", *(f"{n} nodes" for n in counts)]]
     rows[0] += ["over transformers-eager", "MB", "GB/s"]
-    rows.append(["---"] * len(rows[0]))
     cells = {(r["model"], r["dtype"], r["way"], r["nodes"]): r for r in records}
     for (model, dtype, way, nodes), plain in cells.items():
         if nodes != 1:
@@ -239,7 +238,7 @@ def table(records: Sequence[dict[str, Any]]) -> str:
             "" if plain["ratio_to_transformers"] is None else f"{plain['ratio_to_transformers']:.2f} x",
             f"{plain['bytes'] / 1e6:.0f}", f"{plain['gb_s']:.1f}",
         ])  # fmt: skip
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return harness.markdown(rows)
 
 
 def main() -> None:

@@ -29,6 +29,7 @@ import torch
 
 from benchmarks import enlarged, harness
 from benchmarks.bench_step import MODELS as CONFIGS
+from benchmarks.bench_step import stored_bytes
 from medusa_decoding.checkpoints import find_base_model, pretrained, read_heads
 from medusa_decoding.checkpoints.accuracies import read_accuracies
 from medusa_decoding.demo import CHECKPOINT
@@ -171,13 +172,6 @@ def history(tokenizer: Any, requests: Iterator[Request], length: int) -> list[in
     return tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False)[-length:]
 
 
-def size_in_bytes(weight: Any) -> int:
-    """Return what a weight takes, a quantised one with its scales."""
-    if hasattr(weight, "__tensor_flatten__"):
-        return sum(size_in_bytes(getattr(weight, name)) for name in weight.__tensor_flatten__()[0])
-    return int(weight.numel() * weight.element_size())
-
-
 def measure(
     model: Model, inputs: Sequence[Batch], draft: Path | None = None, sizes: Sequence[int] = SIZES, most: int = NEW
 ) -> dict[str, Any]:
@@ -225,7 +219,7 @@ def measure(
     }
     exact = model.theirs.dtype == torch.float32
     assert not exact or set(same.values()) == {len(inputs)}, f"expected the same texts, got {same}"
-    weights = sum(map(size_in_bytes, model.theirs.parameters()))
+    weights = sum(map(stored_bytes, model.theirs.parameters()))
     known, itemsize = model.theirs.config, model.theirs.dtype.itemsize
     filled = {name: sum(taken for _, taken in found) for name, found in prefill.items()}
     decoding = {
@@ -236,7 +230,7 @@ def measure(
     return {
         "parameters": sum(weight.numel() for weight in model.theirs.parameters()), "batch": size,
         "prompts": count * size, "threads": torch.get_num_threads(), "weights_bytes": weights,
-        "heads_bytes": sum(map(size_in_bytes, model.medusa.heads.parameters())),
+        "heads_bytes": sum(map(stored_bytes, model.medusa.heads.parameters())),
         "cache_bytes_per_token": 2 * known.num_hidden_layers * known.num_key_value_heads * known.head_dim * itemsize,
         "new_tokens": sum(len(row) for rows in texts[PLAIN] for row in rows),
         "prefill_seconds": {name: taken / count for name, taken in filled.items()},

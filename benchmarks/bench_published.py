@@ -27,7 +27,6 @@ import contextlib
 import copy
 import functools
 import itertools
-import json
 import math
 import os
 import random
@@ -45,7 +44,7 @@ import transformers
 from tqdm.auto import tqdm
 from transformers import StaticCache
 
-from benchmarks import harness, llama_cpp_server
+from benchmarks import harness, llama_cpp_server, plot
 from benchmarks.ablations import figure_5, measuring, setup
 from benchmarks.ablations.measuring import Written
 from benchmarks.ablations.setup import Asked, Bench
@@ -288,7 +287,7 @@ def ready(sides: Mapping[str, Side], args: argparse.Namespace, path: Path) -> di
 
 def read(path: Path) -> list[dict[str, Any]]:
     """Return the lines of a file; none if it is not there."""
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return plot.read(path) if path.exists() else []
 
 
 def measure(
@@ -406,7 +405,6 @@ def table(found: Mapping[str, Any], baseline: str) -> str:
     every = found["all"]["ways"]
     rows = [["way", "tokens/s", "tokens per step", f"same text of {found['all']['texts']}"]]
     rows[0] += [f"{name}: over {baseline}" for name in found]
-    rows.append(["---"] * len(rows[0]))
     for name, one in every.items():
         steps, cells = one["tokens_per_step"], []
         for group in found.values():
@@ -415,7 +413,7 @@ def table(found: Mapping[str, Any], baseline: str) -> str:
         same = "" if name.startswith("given/") else one["same_text_as_transformers"]  # transformers does not run it
         fixed = [f"{one['tokens_per_second']:.1f}", f"{steps:.2f}" if steps else "", same]
         rows.append([name, *map(str, fixed), *cells])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return harness.markdown(rows)
 
 
 def main() -> None:

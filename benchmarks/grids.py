@@ -12,11 +12,9 @@ multiprocessor has in flight. The rules of `benchmarks.inspection` are checked, 
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,7 +126,8 @@ def inspect_grids(
             place = gpu, model, count, launch.stage, launch.grid, number
             first, times = found.get(place, (launch, 0))
             found[place] = first, times + 1
-    rows = _compiled(jobs)
+    rows = inspection.in_processes(_compile, range(len(_work)), jobs)
+    _work.clear()
     return [
         Grid(gpu, model, count, launch, times, rows[number])
         for (gpu, model, count, _, _, number), (launch, times) in found.items()
@@ -150,20 +149,6 @@ def _key(form: Compiled) -> tuple[Any, ...]:
 def _compile(number: int) -> Row:
     arch, spec, options = _work[number]
     return inspection.compiled_row(spec, arch, dict(options))
-
-
-def _compiled(jobs: int) -> list[Row]:
-    """Compile what `_work` lists, and empty it."""
-    rows: dict[int, Row] = {}
-    # Forked, so that workers have the list; recording starts no threads.
-    with ProcessPoolExecutor(max(1, jobs), mp_context=multiprocessing.get_context("fork")) as pool:
-        numbers = {pool.submit(_compile, number): number for number in range(len(_work))}
-        for done, future in enumerate(as_completed(numbers), 1):
-            number = numbers[future]
-            rows[number] = future.result()
-            print(f"[{done}/{len(_work)}] sm_{rows[number].arch} {rows[number].name}", file=sys.stderr, flush=True)
-    _work.clear()
-    return [rows[number] for number in sorted(rows)]
 
 
 def table(grids: Iterable[Grid]) -> str:

@@ -117,3 +117,9 @@ def ratio(samples: Sequence[tuple[int, float]], baseline: Sequence[tuple[int, fl
         "p10_of_inputs": per_input[len(per_input) // 10],
         "p90_of_inputs": per_input[len(per_input) * 9 // 10],
     }
+
+
+def markdown(rows: Sequence[Sequence[object]]) -> str:
+    """Return a Markdown table, the first row its head."""
+    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)

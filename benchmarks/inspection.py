@@ -18,7 +18,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -286,6 +286,20 @@ def work(task: Task) -> Row:
     return compiled_row(_specialisations(task.op, task.arch)[task.index], task.arch, options)
 
 
+def in_processes(compile_one: Callable[[Any], Row], tasks: Sequence[Any], jobs: int) -> list[Row]:
+    """Return a row per task in order, compiled by several processes, with progress on stderr.
+
+    They are forked, so that workers do not import torch again; no threads and no CUDA have been started here.
+    """
+    rows: dict[int, Row] = {}
+    with ProcessPoolExecutor(max(1, jobs), mp_context=multiprocessing.get_context("fork")) as pool:
+        numbers = {pool.submit(compile_one, task): number for number, task in enumerate(tasks)}
+        for done, future in enumerate(as_completed(numbers), 1):
+            row = rows[numbers[future]] = future.result()
+            print(f"[{done}/{len(tasks)}] sm_{row.arch} {row.name}", file=sys.stderr, flush=True)
+    return [rows[number] for number in sorted(rows)]
+
+
 def table(rows: Sequence[Row]) -> str:
     """Format the rows as one aligned table."""
     head = ("name", "arch", "warps", "stages", "regs", "stack", "shared", "limit", "16-byte", "async", "tensor")
@@ -321,15 +335,7 @@ def inspect(archs: Sequence[str], only: str, jobs: int, ops: Sequence[str] = OPS
             tasks += [Task(op, arch, index, spec.name) for arch, index, spec in forms if only in spec.name]
         except (ImportError, KeyError) as error:
             lines.append(f"{op}: missing: {error}")
-    rows: dict[int, Row] = {}
-    # Forked, so that workers do not import torch again; no threads and no CUDA have been started here.
-    with ProcessPoolExecutor(max(1, jobs), mp_context=multiprocessing.get_context("fork")) as pool:
-        numbers = {pool.submit(work, task): number for number, task in enumerate(tasks)}
-        for done, future in enumerate(as_completed(numbers), 1):
-            number = numbers[future]
-            rows[number] = future.result()
-            print(f"[{done}/{len(tasks)}] sm_{tasks[number].arch} {tasks[number].name}", file=sys.stderr, flush=True)
-    found = [rows[number] for number in sorted(rows)]
+    found = in_processes(work, tasks, jobs)
     library = _native.LIBRARY_FOLDER / "libmedusa_cuda.so"
     if library.exists():
         found += [row for arch in archs for row in native_rows(library, arch) if only in row.name]

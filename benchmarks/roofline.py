@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,6 +24,7 @@ from typing import Any
 
 from benchmarks import harness
 from benchmarks.bench_step import MODELS
+from benchmarks.inspection import aligned
 from benchmarks.plot import read
 from medusa_decoding.cli.simulate import find_device
 from medusa_decoding.files import MAX_JSON, parse_json, read_text
@@ -182,29 +182,22 @@ def compare_on_cpu(records: Iterable[Record], device: Device) -> list[Record]:
 def print_on_cpu(rows: Sequence[Record], device: Device) -> None:
     """Print what `compare_on_cpu` found for a person."""
     print(f"{device.name}: {device.flops / 1e9:.0f} GFLOP/s, {device.bandwidth / 1e9:.1f} GB/s")
-    print("model        dtype  prefix  nodes  measured ms  predicted  measured over predicted")
-    for row in rows:
-        print(
-            f"{row['model']:12} {row['dtype']:5}{row['prefix']:8}{row['nodes']:7}{row['measured_us'] / 1e3:13.1f}"
-            f"{row['predicted_us'] / 1e3:11.1f}{row['measured_over_predicted']:13.2f}"
-        )
+    head = ("model", "dtype", "prefix", "nodes", "measured ms", "predicted", "measured over predicted")
+    body = [
+        (*(row[name] for name in ("model", "dtype", "prefix", "nodes")), f"{row['measured_us'] / 1e3:.1f}",
+         f"{row['predicted_us'] / 1e3:.1f}", f"{row['measured_over_predicted']:.2f}")
+        for row in rows
+    ]  # fmt: skip
+    print(aligned(head, body, 2))
 
 
-def print_comparison(rows: Sequence[dict[str, Any]]) -> None:
+def print_comparison(rows: Sequence[Record]) -> None:
     """Print measured steps and their predictions for a person."""
     print("errors in percent of the measured time; fitted: to the plain steps alone")
-    print(
-        "model        prefix batch nodes  heads                  measured us  roofline  error   fitted  error"
-        "   overhead: measured, roofline, fitted"
-    )
-    for row in rows:
-        overheads = [row.get(f"{name}_overhead") for name in ("measured", "roofline", "fitted")] * (row["nodes"] > 1)
-        print(
-            f"{row['model']:12}{row['prefix']:7}{row['batch']:6}{row['nodes']:6}  {row['heads'] or '':22}"
-            f"{row['measured_us']:12.0f}{row['roofline_us']:10.0f}{row['roofline_error_percent']:7.1f}"
-            f"{row['fitted_us']:9.0f}{row['fitted_error_percent']:7.1f}   "
-            + ", ".join(f"{value:.2f}" for value in overheads if value)
-        )
+    names = ("model", "heads", "prefix", "batch", "nodes", "measured_us")
+    names += tuple(f"{name}_{what}" for name in ("roofline", "fitted") for what in ("us", "error_percent"))
+    names += ("measured_overhead", "roofline_overhead", "fitted_overhead")
+    print(aligned(names, [["" if row.get(name) is None else row[name] for name in names] for row in rows], 2))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -214,7 +207,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("records", type=Path, nargs="?", help=words)
     words = "that they were measured on, as in medusa simulate (default: h200)"
     parser.add_argument("--device", default="h200", help=words)
-    parser.add_argument("--json", action="store_true", help="print one JSON list")
     parser.add_argument("--write", action="store_true", help="append the comparison on a CPU to this machine's results")
     args = parser.parse_args(arguments)
     try:
@@ -223,15 +215,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             rows = compare_on_cpu(read(args.records or harness.own_file()), device)
             if args.write:
                 harness.write_record("roofline-cpu", {"device": asdict(device), "steps": rows})
-            print(json.dumps(rows)) if args.json else print_on_cpu(rows, device)
+            print_on_cpu(rows, device)
             return 0
         rows = compare(read_steps(args.records or harness.RESULTS / "nvidia-h200.jsonl"), find_device(args.device))
     except (ValueError, OSError) as error:
         parser.error(str(error))
-    if args.json:
-        print(json.dumps(rows))
-    else:
-        print_comparison(rows)
+    print_comparison(rows)
     return 0
 
 

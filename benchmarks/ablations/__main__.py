@@ -77,15 +77,8 @@ def _ablation(args: argparse.Namespace, given: Sequence[str]) -> int:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Read one record.
-
-    Raises:
-        ValueError: something else.
-    """
-    try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: expected a record in JSON, got {error}") from error
+    """Read one record, or raise `ValueError`."""
+    record = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(record, dict) or record.get("ablation") not in ABLATIONS:
         raise ValueError(f"{path}: expected the record of one of {', '.join(ABLATIONS)}, got another file")
     return record

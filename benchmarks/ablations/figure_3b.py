@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from benchmarks import harness
 from benchmarks.ablations import measuring, setup, writing
 from medusa_decoding.checkpoints.accuracies import find_accuracies
 from medusa_decoding.checkpoints.reading import fetch_folder
@@ -98,15 +99,10 @@ def measure(
         one["where"] = one["where"].rsplit("/", 1)[-1]
     for figures in (said["overall"], *said["categories"].values()):
         figures.pop("head_accuracy")
-        figures["speedup"] = {way: rounded(over) for way, over in figures["speedup"].items()}
-        figures["tokens_per_step"] = rounded(figures["tokens_per_step"])
+        figures["speedup"] = {way: measuring.rounded(over) for way, over in figures["speedup"].items()}
+        figures["tokens_per_step"] = measuring.rounded(figures["tokens_per_step"])
     wanted = ("overall", "categories", "settings", "different", "left_out")
     return {name: said[name] for name in wanted} | {"paper": PAPER}
-
-
-def rounded(values: dict[str, float | None] | None) -> dict[str, float | None] | None:
-    """Return an interval with four digits."""
-    return values and {name: None if value is None else round(value, 4) for name, value in values.items()}
 
 
 def draw(plt: Any, record: dict[str, Any]) -> Any:
@@ -136,11 +132,8 @@ def draw(plt: Any, record: dict[str, Any]) -> Any:
 
 def as_text(record: dict[str, Any]) -> str:
     """Return the figures as a Markdown table."""
-    lines = [
-        "| category | prompts | tokens per step | times our plain loop | times transformers |",
-        "|---|---|---|---|---|",
-    ]
+    lines = [["category", "prompts", "tokens per step", "times our plain loop", "times transformers"]]
     for name, one in (*record["categories"].items(), ("all", record["overall"])):
         told = [writing.as_text(value) for value in (one["tokens_per_step"], *one["speedup"].values())]
-        lines.append(f"| {name} | {one['prompts']} | {' | '.join(told)} |")
-    return "\n".join(lines)
+        lines.append([name, one["prompts"], *told])
+    return harness.markdown(lines)

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import harness
 from benchmarks.ablations import measuring, setup, table_3, writing
 from medusa_decoding.checkpoints import pretrained
 from medusa_decoding.cli import _arguments
@@ -204,17 +205,11 @@ def draw(plt: Any, record: dict[str, Any]) -> Any:
 
 def as_text(record: dict[str, Any]) -> str:
     """Return the figures as a Markdown table."""
-    lines = [
-        "| way | tokens per step | tokens/s | times our plain loop | times transformers | estimate |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = [["way", "tokens per step", "tokens/s", "times our plain loop", "times transformers", "estimate"]]
     named = [("transformers", record[measuring.TRANSFORMERS]), (MEDUSA, record[MEDUSA])]
     named += [(f"drafting {row['gamma']}", row) for row in record["drafting"]]
     for name, row in named:
-        beside = writing.as_text(row.get("over_transformers"))
         estimate = f"{row['estimate']:.2f}" if "estimate" in row else ""
-        lines.append(
-            f"| {name} | {writing.as_text(row['tokens_per_step'])} | {row['tokens_per_second']:.0f} | "
-            f"{writing.as_text(row['speedup'])} | {beside} | {estimate} |"
-        )
-    return "\n".join(lines)
+        told = [writing.as_text(row.get(key)) for key in ("tokens_per_step", "speedup", "over_transformers")]
+        lines.append([name, told[0], f"{row['tokens_per_second']:.0f}", *told[1:], estimate])
+    return harness.markdown(lines)

@@ -208,11 +208,12 @@ def _blocks(names: list[str], size: int) -> Iterator[list[str]]:
         yield names[start : start + size]
 
 
-def rounded(found: Interval | None) -> dict[str, float | None] | None:
+def rounded(found: Interval | dict[str, float | None] | None) -> dict[str, float | None] | None:
     """Return an interval as JSON has it, with four decimals."""
     if found is None:
         return None
-    return {name: None if value is None else _round(value) for name, value in asdict(found).items()}
+    values = asdict(found) if isinstance(found, Interval) else found
+    return {name: None if value is None else _round(value) for name, value in values.items()}
 
 
 _round = functools.partial(round, ndigits=4)

@@ -114,40 +114,22 @@ def add_arguments(parser: argparse.ArgumentParser, *, limit: int, files: bool = 
     """
     _arguments.add_model(parser)
     parser.add_argument("--backend", choices=BACKENDS, default="auto", help="how steps run (default: auto)")
-    parser.add_argument(
-        "--prompts",
-        nargs="+",
-        required=files,
-        metavar="FILE",
-        help="as for medusa eval" + ("" if files else f"; of each the first turn (default: {DEMO_PROMPTS})"),
-    )
+    positive = _arguments.at_least_one
+    words = "as for medusa eval" + ("" if files else f"; of each the first turn (default: {DEMO_PROMPTS})")
+    parser.add_argument("--prompts", nargs="+", required=files, metavar="FILE", help=words)
     parser.add_argument("--categories", nargs="+", metavar="NAME", help="of the files, only these")
-    parser.add_argument(
-        "--limit",
-        type=_arguments.at_least_one,
-        default=limit,
-        metavar="N",
-        help="prompts; of files, the first N of each category (default: %(default)s)",
-    )
+    words = "prompts; of files, the first N of each category (default: %(default)s)"
+    parser.add_argument("--limit", type=positive, default=limit, metavar="N", help=words)
     if not files:
-        parser.add_argument(
-            "--tuning",
-            type=_arguments.at_least_one,
-            default=16,
-            metavar="N",
-            help="prompts on which heads are counted and trees chosen; of files, so many are set aside (default: 16)",
-        )
-    parser.add_argument(
-        "--max-new-tokens", type=_arguments.at_least_one, default=256, metavar="N", help="default: %(default)s"
-    )
+        words = "prompts on which heads are counted and trees chosen; of files, so many are set aside (default: 16)"
+        parser.add_argument("--tuning", type=positive, default=16, metavar="N", help=words)
+    parser.add_argument("--max-new-tokens", type=positive, default=256, metavar="N", help="default: %(default)s")
     _arguments.add_template(parser)
     parser.add_argument("--seed", type=_arguments.at_least_zero, default=0, help="default: 0")
-    parser.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="of records and pictures (default: benchmarks/results/ablations)"
-    )
-    parser.add_argument(
-        "--no-picture", action="store_true", help="write the record only, where matplotlib is missing; see redraw"
-    )
+    words = "of records and pictures (default: benchmarks/results/ablations)"
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help=words)
+    words = "write the record only, where matplotlib is missing; see redraw"
+    parser.add_argument("--no-picture", action="store_true", help=words)
     parser.set_defaults(tree=Tree([]))
 
 

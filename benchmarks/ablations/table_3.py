@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from benchmarks import harness
 from benchmarks.ablations import measuring, setup, writing
 from medusa_decoding.cli import _arguments
 from medusa_decoding.evaluation.own_text import RANKS
@@ -171,14 +172,10 @@ def draw(plt: Any, record: dict[str, Any]) -> Any:
 
 def as_text(record: dict[str, Any]) -> str:
     """Return the ladders as a Markdown table."""
-    lines = ["| heads | technique | nodes | tokens per step | times plain |", "|---|---|---|---|---|"]
-    beside = record["transformers"]
-    lines.append(
-        f"| - | transformers' generate | 1 | {beside['tokens_per_step']['value']:.2f} | "
-        f"{writing.as_text(beside['speedup'])} |"
-    )
-    for label, ladder in record["ladders"].items():
-        for rung, one in ladder["rungs"].items():
-            steps, speed = writing.as_text(one["tokens_per_step"]), writing.as_text(one["speedup"])
-            lines.append(f"| {label} | {rung} | {one['nodes']} | {steps} | {speed} |")
-    return "\n".join(lines)
+    found = [("-", "transformers' generate", record["transformers"] | {"nodes": 1})]
+    found += [(label, *rung) for label, ladder in record["ladders"].items() for rung in ladder["rungs"].items()]
+    lines = [
+        [label, rung, one["nodes"], writing.as_text(one["tokens_per_step"]), writing.as_text(one["speedup"])]
+        for label, rung, one in found
+    ]
+    return harness.markdown([["heads", "technique", "nodes", "tokens per step", "times plain"], *lines])

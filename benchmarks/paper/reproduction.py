@@ -94,21 +94,13 @@ def table_rows() -> list[Row]:
     rows = []
     for cell in cells(6, 7, 8):
         ideal, attained = cell.tflops_on(A100), cell.tflops_on(ATTAINED)
-        rows.append(
-            {
-                "table": cell.table,
-                "batch": cell.batch,
-                "sequence": cell.sequence,
-                "candidates": cell.candidates,
-                "paper_intensity": cell.intensity,
-                "intensity": round(intensity(cell.operator), 3),
-                "paper_tflops": cell.tflops,
-                "roofline_tflops": round(ideal, 3),
-                "roofline_error_percent": round(100 * (ideal / cell.tflops - 1), 1),
-                "attained_tflops": round(attained, 3),
-                "attained_error_percent": round(100 * (attained / cell.tflops - 1), 1),
-            }
-        )
+        row: Row = {"table": cell.table, "batch": cell.batch, "sequence": cell.sequence, "candidates": cell.candidates}
+        row |= {"paper_intensity": cell.intensity, "intensity": round(intensity(cell.operator), 3)}
+        row["paper_tflops"] = cell.tflops
+        for name, value in (("roofline", ideal), ("attained", attained)):
+            row[f"{name}_tflops"] = round(value, 3)
+            row[f"{name}_error_percent"] = round(100 * (value / cell.tflops - 1), 1)
+        rows.append(row)
     return rows
 
 
@@ -124,19 +116,11 @@ def roofline_rows() -> list[Row]:
         device = replace(DEVICES[device_name], flops=peak * 1e12, bandwidth=bandwidth * 1e9)
         for model in ("vicuna-7b", "vicuna-13b", "vicuna-33b"):
             for series, batch, sequence, operator in _figure_points(model):
-                rows.append(
-                    {
-                        "figure": figure,
-                        "model": model,
-                        "device": device_name,
-                        "series": series,
-                        "batch": batch,
-                        "sequence": sequence,
-                        "intensity": round(intensity(operator), 3),
-                        "tflops": round(tflops(operator, device), 4),
-                        "attained_tflops": round(tflops(operator, ATTAINED), 4) if device_name == A100.name else None,
-                    }
-                )
+                row: Row = {"figure": figure, "model": model, "device": device_name, "series": series, "batch": batch}
+                row |= {"sequence": sequence, "intensity": round(intensity(operator), 3)}
+                row["tflops"] = round(tflops(operator, device), 4)
+                fitted = round(tflops(operator, ATTAINED), 4) if device_name == A100.name else None
+                rows.append(row | {"attained_tflops": fitted})
             figure += 1
     return rows
 

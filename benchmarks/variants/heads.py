@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from benchmarks import harness
 from benchmarks.bench_generate import NEW
 from benchmarks.variants.variant import BASE, Figures, Variant, as_json, chosen, config, file_name, train_all
 from medusa_decoding.calibration.texts import Settings, Writer, Written
@@ -356,8 +357,7 @@ def row_of(seeds: Sequence[Figures], first: Sequence[Figures]) -> Figures:
 def as_table(rows: Mapping[str, Figures]) -> str:
     """Return `heads` in Markdown, one line per row."""
     lines = [_cells(name, row) for name, row in rows.items()]
-    cells = [list(lines[0]), ["---"] * len(lines[0]), *(list(line.values()) for line in lines)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in cells)
+    return harness.markdown([list(lines[0]), *(list(line.values()) for line in lines)]) + "\n"
 
 
 def _cells(name: str, row: Figures) -> dict[str, str]:

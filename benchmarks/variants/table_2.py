@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from benchmarks import harness
 from benchmarks.ablations import measuring, setup
 from benchmarks.bench_generate import NEW
 from benchmarks.variants.variant import BASE, Figures, Say, Variant, as_json, chosen, train_all
@@ -264,11 +265,8 @@ def as_table(columns: Mapping[str, Figures], prompts: int) -> str:
         f"plain texts as the baseline's, of {prompts}": lambda c: str(c["texts_as_baseline"]),
         "distinct 4-grams": lambda c: f"{c['distinct_4_grams']:.2f}",
     }
-    lines = ["| | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
-    lines += [
-        f"| {name} | " + " | ".join(cell(column) for column in columns.values()) + " |" for name, cell in rows.items()
-    ]
-    return "\n".join(lines) + "\n"
+    lines = [[name, *map(cell, columns.values())] for name, cell in rows.items()]
+    return harness.markdown([["", *columns], *lines]) + "\n"
 
 
 def measure_all(variants: Sequence[Variant], material: Material, out: Path, say: Say = print) -> dict[str, Measured]:
