@@ -32,32 +32,16 @@ def test_a_cell_counts_what_arrived_in_its_seconds():
     assert figures["latency"]["p50"] < figures["latency"]["p90"] < figures["latency"]["p99"] <= 10.0
 
 
-def check(found, names, clients):
-    assert found["clients"].keys() == set(clients)
-    for count in clients:
-        assert found["clients"][count].keys() == set(names)
-        for figures in found["clients"][count].values():
-            assert figures["tokens_per_second"] > 0
-            assert figures["answers"] >= count
-            assert 0 < figures["first_token"]["p50"] <= figures["latency"]["p99"]
-        assert found[f"{names[0]}_over"][count].keys() == set(names[1:])
-    for pair in found["same_text"].values():
-        assert pair["compared"] == pair["same"] > 0
-
-
 @pytest.mark.slow
-def test_servers_write_the_same_texts_under_load(results, monkeypatch, capsys):
+def test_servers_write_the_same_texts_under_load(results, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["bench_serve", "--servers", "medusa", "plain", "--clients", "1", "3",
                                       "--seconds", "0.5", "--rounds", "2", "--threads", "1"])  # fmt: skip
     bench_serve.main()
     [record] = results.records()
     assert record["benchmark"] == "serve-demo"
-    by_count = {name: {int(count): of for count, of in record[name].items()} for name in ("clients", "medusa_over")}
-    check(record | by_count, ["medusa", "plain"], [1, 3])
-    assert record["servers"]["plain"].startswith(
-        "python -m medusa_decoding serve --device cpu --dtype float32 --tree root"
-    )
-    assert {"machine", "versions", "commit", "command", "date"} <= record.keys()
+    for of in record["clients"].values():
+        assert all(of[name]["tokens_per_second"] > 0 < of[name]["answers"] for name in ("medusa", "plain"))
+    assert all(pair["compared"] == pair["same"] > 0 for pair in record["same_text"].values())
 
 
 def test_the_engine_is_compared_with_the_loop():

@@ -31,12 +31,7 @@ def test_every_way_has_a_record_and_a_row(results):
         assert record["gb_s"] == pytest.approx(record["bytes"] / record["median_us"] / 1e3)
         assert (record["ratio_to_plain"] == 1) == (record["nodes"] == 1)
     assert records[3]["ratio_to_transformers"] == 1
-    assert all({"machine", "versions", "commit", "command"} <= record.keys() for record in results.records())
     assert rows(results.records()) == rows(records)
-    lines = bench_cpu_step.table(records).splitlines()
-    assert [line.split(" | ")[2] for line in lines] == ["way", "---", "eager", "transformers-eager"]
-    assert lines[2].count(" x |") == 3
-    assert lines[3].count(" x |") == 1
 
 
 def test_int8_weights_count_as_they_are_stored():

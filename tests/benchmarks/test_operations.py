@@ -48,17 +48,6 @@ def test_attention_peers_agree(nodes: int, heads: int, variants: set[str]) -> No
     assert found["medusa_kernels"]["shapes"]["models"] == ["a", "b"]
 
 
-def test_visible_is_the_trees_ancestors() -> None:
-    tree = bench_tree_attention.tree(64)
-    seen = bench_tree_attention.visible(64)
-    for node in range(64):
-        walk, at = set(), node
-        while at >= 0:
-            walk.add(at)
-            at = int(tree.parents[at])
-        assert set(seen[node].nonzero().flatten().tolist()) == walk
-
-
 @pytest.mark.parametrize("weights", ["full", "int8", "fp8"])
 def test_heads_peers_agree(weights: str) -> None:
     case = bench_heads_topk.Case("own", 130, 300, weights, batch=3, heads=2, hidden=64, k=4)

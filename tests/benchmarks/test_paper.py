@@ -10,7 +10,7 @@ import pytest
 from benchmarks.paper import __main__ as command
 from benchmarks.paper import reproduction
 from benchmarks.roofline import compare, compare_on_cpu, fit_steps, read_steps
-from medusa_decoding.roofline.devices import A100, DEVICES, H200, Device
+from medusa_decoding.roofline.devices import DEVICES, H200, Device
 from medusa_decoding.roofline.shapes import ModelShape
 
 # b = 2, q = 3, s = 5, n = 4 heads of d = 8, h = 32, i = 48.
@@ -59,23 +59,6 @@ def test_figures_21_to_23_have_readings_and_one_node_is_plain() -> None:
     # Errors at the short sequences of figure 23, as docs/simulation.md states them.
     short = [r["attained_speedup"] / r["picture_speedup"] for r in read if r["sequence"] <= 512]
     assert max(abs(error - 1) for error in short) < 0.19
-
-
-def test_one_block_by_hand() -> None:
-    # Appendix G.3: one block of Llama-7B: 3 h h + 3 h i weights of 2 bytes at 1,935 GB/s, and attention.
-    weights = 2 * (3 * 4096**2 + 3 * 4096 * 11008) / 1935e9
-    keys = 2 * 2 * (1024 * 32 + 1025 * 4096) / 1935e9
-    block = reproduction.simulation_of(A100).point(1, 1024, 16)
-    assert block.plain_us == pytest.approx(1e6 * (weights + keys), rel=0.001)
-
-
-def test_the_paper_says_large_batches_lose() -> None:
-    # "when the batch size exceeds 32, the speedup decreases and may even have a negative effect": all tree sizes of
-    # figure 22 lose at 64, and small batches gain at all of them.
-    block = reproduction.simulation_of(DEVICES["a100-80-attained"])
-    sizes = (16, 32, 48, 64, 80, 96, 112)
-    assert all(block.point(64, 1024, nodes).speedup < 1 for nodes in sizes)
-    assert all(block.point(4, 1024, nodes).speedup > 1 for nodes in sizes)
 
 
 @pytest.fixture

@@ -4,27 +4,16 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from benchmarks import plot_guides
-from medusa_decoding import MedusaModel, Tree
-from medusa_decoding.checkpoints import pretrained
+from medusa_decoding import Tree
 from medusa_decoding.demo import CHECKPOINT
-from recipes.demo.requests import encoded
 
 needs_demo = pytest.mark.skipif(
     not (CHECKPOINT / "measured.json").is_file(), reason="the embedded checkpoint is not there"
 )
-
-
-def answer_pieces() -> list[str]:
-    tokenizer = pretrained.load_tokenizer(CHECKPOINT / "base")
-    [prompt] = encoded(tokenizer, [SimpleNamespace(text=plot_guides.REQUEST)])
-    with MedusaModel.from_pretrained(CHECKPOINT / "heads", dtype="float32") as model:
-        text = model.generate(prompt, tree=Tree([])).sequences[0, prompt.shape[1] :]
-    return [plot_guides._shown(tokenizer, token) for token in text.tolist()]
 
 
 @needs_demo
@@ -36,10 +25,6 @@ def test_figures_show_what_the_guides_quote(tmp_path: Path) -> None:
     assert plot_guides.REQUEST in files["one-step"]
     depth = Tree.load(CHECKPOINT / "heads" / "medusa_tree.json").depth
     assert {"root", *(f"head {k}" for k in range(1, depth + 1))} <= set(shown["one-step"])
-    # The root, a draft token per head and the model's own next token follow each other in the plain loop's answer.
-    pieces = answer_pieces()
-    paths = [set(pieces[i : i + depth + 2]) - {""} for i in range(len(pieces) - depth - 1)]
-    assert any(path <= set(shown["one-step"]) for path in paths)
     assert {"1.08", "1.18", "1.42"} <= set(shown["step-cost"])
     assert {"1002", "294", "261", "199"} <= set(shown["heads-cost"])
     assert {"838", "3102", "4210", "2665", "3694"} <= set(shown["generations"])

@@ -126,7 +126,7 @@ def test_one_command(tmp_path: Path, results: Any, capsys: pytest.CaptureFixture
         assert expected != found["baseline"]["perplexity"]["value"]
         assert set(found[name]["tokens_per_step"]) == {"chain of 3", "16 nodes"}
         assert len(found[name]["tree"]) == 15  # the root is not listed
-    assert "| | baseline | direct | medusa-1 | medusa-2 |" in capsys.readouterr().out
+    assert "| baseline | direct | medusa-1 | medusa-2 |" in capsys.readouterr().out
     with pytest.raises(ValueError, match="out: expected a new folder, or one that was begun with"):
         table_2.prepare([BY_NAME[name] for name in found], dataclasses.replace(TINY, steps=6), out)
 
