@@ -293,9 +293,7 @@ def by_rank(axes: Mapping[str, Sequence[Any]]) -> Iterator[dict[str, Any]]:
 def parser(doc: str | None, budget: int) -> argparse.ArgumentParser:
     """Return the options that every benchmark of an operation takes."""
     options = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    extent = options.add_mutually_exclusive_group()
-    extent.add_argument("--quick", action="store_true", help=f"only the {QUICK} most telling cases")
-    extent.add_argument("--full", action="store_true", help="every case (the default), within the budget")
+    options.add_argument("--quick", action="store_true", help=f"only the {QUICK} most telling cases")
     options.add_argument(
         "--only", action="append", default=[], metavar="TEXT", help="cases whose line holds TEXT; repeatable, all must"
     )

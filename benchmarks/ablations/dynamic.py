@@ -70,15 +70,9 @@ def over(dynamic: measuring.Found, static: measuring.Found) -> dict[str, Any]:
 
 def draw(plt: Any, record: dict[str, Any]) -> Any:
     """Draw tokens per step and speed by size."""
-    nodes = [one["nodes"] for one in record["sizes"]]
-
-    def points(panel: Any, name: str) -> None:
-        for kind, style, colour in (("optimised", "*-", writing.COLOURS[1]), ("dynamic", "s-", writing.COLOURS[2])):
-            values, errors = writing.spread([one[kind] for one in record["sizes"]], name)
-            panel.errorbar(nodes, values, errors, fmt=style, color=colour, capsize=2, elinewidth=0.7, label=kind)
-        panel.set_xticks(nodes, [str(count) for count in nodes])
-
-    return writing.by_nodes(plt, points)
+    kinds = {"optimised": ("*-", writing.COLOURS[1]), "dynamic": ("s-", writing.COLOURS[2])}
+    of = {kind: [one[kind] | {"nodes": one["nodes"]} for one in record["sizes"]] for kind in kinds}
+    return writing.by_nodes(plt, {kind: (*looks, of[kind]) for kind, looks in kinds.items()})
 
 
 def as_text(record: dict[str, Any]) -> str:

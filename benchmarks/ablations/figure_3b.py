@@ -33,17 +33,12 @@ PAPER = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     setup.add_arguments(parser, limit=10, files=True)
-    parser.add_argument(
-        "--turns", type=_arguments.at_least_one, default=TURNS, metavar="N", help="default: %(default)s"
-    )
+    positive = _arguments.at_least_one
+    parser.add_argument("--turns", type=positive, default=TURNS, metavar="N", help="default: %(default)s")
     shape = parser.add_mutually_exclusive_group()
     shape.add_argument("--tree", type=_arguments.tree, metavar="TREE", help="as for medusa eval")
-    shape.add_argument(
-        "--nodes",
-        type=_arguments.at_least_one,
-        metavar="N",
-        help="the best tree of so many nodes by the accuracies stored with the heads",
-    )
+    words = "the best tree of so many nodes by the accuracies stored with the heads"
+    shape.add_argument("--nodes", type=positive, metavar="N", help=words)
     parser.set_defaults(tree=None)
 
 

@@ -103,17 +103,10 @@ def of_kind(record: dict[str, Any], kind: str) -> list[dict[str, Any]]:
 
 def draw(plt: Any, record: dict[str, Any]) -> Any:
     """Draw both panels of the figure."""
-
-    def points(panel: Any, name: str) -> None:
-        for kind, style, colour in (("dense", "o", writing.COLOURS[0]), ("optimised", "*-", writing.COLOURS[1])):
-            trees = of_kind(record, kind)
-            values, errors = writing.spread(trees, name)
-            panel.errorbar(
-                [tree["nodes"] for tree in trees], values, errors, fmt=style, color=colour, capsize=2,
-                elinewidth=0.7, markersize=9 if kind == "optimised" else 4, label=f"{kind} trees",
-            )  # fmt: skip
-
-    return writing.by_nodes(plt, points)
+    return writing.by_nodes(plt, {
+        "dense trees": ("o", writing.COLOURS[0], of_kind(record, "dense")),
+        "optimised trees": ("*-", writing.COLOURS[1], of_kind(record, "optimised")),
+    })  # fmt: skip
 
 
 def as_text(record: dict[str, Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,20 +36,22 @@ def record(
     return dict(json.loads(json.dumps(made)))
 
 
-def by_nodes(plt: Any, points: Callable[[Any, str], None]) -> Any:
+def by_nodes(plt: Any, kinds: Mapping[str, tuple[str, str, Sequence[Mapping[str, Any]]]]) -> Any:
     """Draw tokens per step and speed side by side, over the nodes of trees.
 
-    Args:
-        plt: pyplot.
-        points: (panel, the record's name of what it shows) draws into one panel.
+    `kinds` has by label: style, colour, and the records of trees of one kind, the smallest first.
     """
     figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     for panel, name, words in zip(
         panels, ("tokens_per_step", "speedup"), ("tokens per step", "tokens per second / plain decoding"), strict=True
     ):
         panel.set_xscale("log", base=2)
-        points(panel, name)
+        for label, (style, colour, trees) in kinds.items():
+            values, errors = spread(trees, name)
+            nodes = [tree["nodes"] for tree in trees]
+            panel.errorbar(nodes, values, errors, fmt=style, color=colour, capsize=2, elinewidth=0.7, label=label)
         panel.axhline(1.0, color="0.5", linewidth=0.8)
+        panel.xaxis.set_major_formatter("{x:.0f}")
         panel.set_xlabel("nodes, root included")
         panel.set_ylabel(words)
         panel.set_ylim(bottom=0)

@@ -94,8 +94,6 @@ SWEEP = (
     _steps("both, batch 24", batch_size=24, micro_batch_size=24),
     _steps("both, peak 1e-3", learning_rate=1e-3),
     _steps("both, peak 6e-3", learning_rate=6e-3),
-    _steps("both, no warm-up", warmup_share=None, warmup_steps=0),
-    _steps("both, 4 epochs", epochs=4.0),
 )
 """Settings around those of the recipe, trained only if they are asked for (`--first "root and parents"`)."""
 OLDER = (
@@ -103,10 +101,6 @@ OLDER = (
     Variant("own, int8", {}, source="own projections", storage="int8"),
     Variant("own, fp8", {}, source="own projections", storage="fp8"),
     Variant("own, two blocks", {"heads": {"num_layers": 2}}),
-    Variant("own, 512 tokens", {"heads": {"token_map_size": 512}}),
-    Variant("own, 256 tokens", {"heads": {"token_map_size": 256}}),
-    Variant("own, parents, rank 16", {"heads": {"parent_rank": 16}}),
-    Variant("own, parents, rank 64", {"heads": {"parent_rank": 64}}),
     Variant("shared lm_head", {"heads": {"shared_projection": True}}),
     _heads("shared, two blocks", parent_rank=0),
     _heads("shared, parents, rank 64", num_layers=1, parent_rank=64),
