@@ -49,18 +49,6 @@ def test_only_one_reading_of_the_printed_formula_fits() -> None:
     assert picture["n=1"] == 1
 
 
-def test_figures_21_to_23_have_readings_and_one_node_is_plain() -> None:
-    rows = reproduction.simulation_rows()
-    assert [sum(row["figure"] == figure for row in rows) for figure in (21, 22, 23)] == [8, 56, 56]
-    assert all(row["attained_speedup"] == 1 for row in rows if row["candidates"] == 1)
-    read = [row for row in rows if row["figure"] == 23]
-    assert [row["picture_speedup"] for row in read[:3]] == [1.0, 2.38, 2.48]
-    assert next(r for r in rows if (r["figure"], r["batch"], r["candidates"]) == (22, 8, 112))["picture_speedup"] == 0.9
-    # Errors at the short sequences of figure 23, as docs/simulation.md states them.
-    short = [r["attained_speedup"] / r["picture_speedup"] for r in read if r["sequence"] <= 512]
-    assert max(abs(error - 1) for error in short) < 0.19
-
-
 @pytest.fixture
 def records(root: Path) -> Path:
     return root / "benchmarks" / "results" / "nvidia-h200.jsonl"

@@ -18,9 +18,8 @@ from benchmarks.ablations import measuring
 from benchmarks.variants import __main__ as command
 from benchmarks.variants import heads as kinds
 from benchmarks.variants import table_2
-from benchmarks.variants.variant import BASE, Figures, config
+from benchmarks.variants.variant import BASE, Figures
 from medusa_decoding.demo import CHECKPOINT
-from medusa_decoding.training.loop.schedules import stages
 from recipes.demo.requests import draw
 
 if not (CHECKPOINT / "measured.json").is_file():
@@ -28,33 +27,6 @@ if not (CHECKPOINT / "measured.json").is_file():
 
 TINY = table_2.QUICK
 BY_NAME = {variant.name: variant for variant in (*table_2.TABLE_2, *table_2.CONTROLS)}
-
-
-def test_what_tells_the_variants_apart(tmp_path: Path) -> None:
-    made = {
-        name: config(variant, table_2.shared_settings(TINY, tmp_path / "requests.jsonl"), tmp_path / "out")
-        for name, variant in BY_NAME.items()
-        if variant.sections
-    }
-    # stages, adapter, weight of the heads' loss, rates of backbone and heads
-    said = {
-        name: (
-            [stage.name for stage in stages(one, TINY.steps * TINY.rows)],
-            one.lora.enabled,
-            one.loss.lambda_0,
-            one.optimisation.learning_rate,
-            one.optimisation.learning_rate * one.optimisation.heads_factor,
-        )
-        for name, one in made.items()
-    }
-    assert said == {
-        "direct": (["joint"], False, 1.0, 5e-4, 5e-4),
-        "medusa-1": (["heads"], False, None, 5e-4, 2e-3),
-        "medusa-2": (["heads", "joint"], True, 0.2, 5e-4, 2e-3),
-        "direct, LoRA": (["joint"], True, 1.0, 5e-4, 5e-4),
-        "no heads": (["joint"], False, 1e-12, 5e-4, 5e-4),
-    }
-    assert all(one.loss.head_decay == 0.8 and one.model.dtype == "float32" for one in made.values())
 
 
 def test_score_is_transformers_own_loss() -> None:
