@@ -24,7 +24,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
 from transformers.utils import is_flash_attn_2_available
 
 from benchmarks import bench_step, harness
@@ -34,12 +33,8 @@ from medusa_decoding.model import MedusaModel, MedusaOutput
 from medusa_decoding.trees.tree import Tree
 
 Ways = dict[str, Callable[[torch.Tensor], int]]
-# Name: hidden size, layers, heads, KV heads, intermediate size, vocabulary.
-SHAPES = {
-    "254M": (1024, 16, 16, 8, 2816, 32000),
-    "127M": (768, 12, 12, 4, 2048, 32000),
-    "tiny": (64, 2, 4, 2, 96, 128),
-}
+SHAPES = {"254M": "Llama-254M", "127M": "Llama-127M", "tiny": "tiny"}
+"""Names of shapes of `bench_step` in the records of CPUs."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -49,25 +44,13 @@ TOKENS_ON_GPU = (1024, 8192, 32768)
 NO_GPU = "bench_prefill: --device cuda needs a CUDA device, and torch sees none\n"
 
 
-def config_of(shape: str) -> Any:
-    """Return the config of a shape of `SHAPES` or of `bench_step`."""
-    if shape not in SHAPES:
-        return bench_step.MODELS[shape]()
-    hidden, layers, heads, kv_heads, inner, vocabulary = SHAPES[shape]
-    return LlamaConfig(
-        hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads, num_key_value_heads=kv_heads,
-        head_dim=hidden // heads, intermediate_size=inner, vocab_size=vocabulary, max_position_embeddings=1 << 14,
-        tie_word_embeddings=False,
-    )  # fmt: skip
-
-
 def make_ways(shape: str, dtype: torch.dtype, device: torch.device) -> tuple[Ways, dict[str, Any], int]:
     """Return the ways by name, what attends in them, and the vocabulary's size.
 
     A way takes a prompt int64 [1, T] on the device to the next token.
     """
     torch.manual_seed(0)
-    config = config_of(shape)
+    config = bench_step.MODELS[SHAPES.get(shape, shape)]()
     theirs = pretrained.build_model(config, device, dtype=dtype).eval()
     swapped = pretrained.build_model(config, device, dtype=dtype).eval()  # a model of its own, with the same weights
     swapped.load_state_dict(theirs.state_dict(), assign=True)
