@@ -12,7 +12,7 @@ import test_decoder_layers
 import torch
 from modes import of_the_cpu
 
-from medusa_kernels import _cpu, _native, _registry, selftest, served_by
+from medusa_kernels import _native, _registry, selftest, served_by
 from medusa_kernels._registry import OPS
 
 pytestmark = of_the_cpu
@@ -72,12 +72,3 @@ def test_a_process_forked_after_a_call_computes_too() -> None:
         assert child.exitcode == 0
     finally:
         torch.set_num_threads(before)
-
-
-@pytest.mark.usefixtures("folder")
-def test_triton_s_interpreter_comes_before_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
-    monkeypatch.setattr(_registry, "_chosen", {})
-    for module in (_registry, _cpu):
-        monkeypatch.setattr(module, "interpreted", lambda: True)
-    assert {served_by(op, "cpu").name for op in SERVED - {"kv_compact"}} <= {"triton", "composed"}

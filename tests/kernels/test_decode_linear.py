@@ -151,7 +151,7 @@ def test_matches_sums_of_products(device: str, data: st.DataObject) -> None:
 
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [1, 2, 16, 17, 63, 64, 65, 257])
+@pytest.mark.parametrize("rows", [1, 17, 64, 65, 257])
 @pytest.mark.parametrize("form", FORMS)
 def test_matches_fp64_for_all_rows_and_dtypes(device: str, form: str, rows: int, dtype: torch.dtype) -> None:
     """Columns in whole steps; the last tile of every weight is partial."""
@@ -160,11 +160,10 @@ def test_matches_fp64_for_all_rows_and_dtypes(device: str, form: str, rows: int,
 
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("size", [40, 100, 272])
+@pytest.mark.parametrize("size", [40, 272])
 @pytest.mark.parametrize("form", FORMS)
 def test_columns_that_do_not_fill_the_last_step(device: str, form: str, size: int, dtype: torch.dtype) -> None:
-    for rows in (3, 40):
-        check(make_form(form, rows, size, (65, 128, 1), dtype=dtype, device=device))
+    check(make_form(form, 40, size, (65, 128, 1), dtype=dtype, device=device))
 
 
 @pytest.mark.usefixtures("poisoned_memory")
@@ -172,15 +171,14 @@ def test_columns_that_do_not_fill_the_last_step(device: str, form: str, size: in
 @pytest.mark.parametrize("size", [1, 40, 257])
 @pytest.mark.parametrize("form", FORMS)
 def test_int8_weights_have_a_scale_for_each_row(device: str, form: str, size: int, dtype: torch.dtype) -> None:
-    for rows in (1, 7, 64, 65):
+    for rows in (7, 64, 65):
         check(make_form(form, rows, size, (65, 33, 1), int8=True, dtype=dtype, device=device))
     check(make(5, size, (20, 20), biases=(True, False), gate=form == "gate", int8=True, dtype=dtype, device=device))
 
 
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("parts", [2, 3, 5])
-@pytest.mark.parametrize("size", [256, 272, 11])
+@pytest.mark.parametrize(("size", "parts"), [(256, 2), (272, 3), (11, 5)])
 def test_parts_add_up_to_the_product(device: str, size: int, parts: int, dtype: torch.dtype) -> None:
     """Each is fp32 and not rounded: their sum is as exact as fp32; with few columns some parts have none."""
     for rows, features, int8 in (
@@ -249,7 +247,7 @@ def test_a_row_depends_neither_on_rows_beside_it_nor_on_threads(form: str, dtype
     case = make_form(form, 64, 200, (140, 70, 33), int8=int8, dtype=dtype)
     wanted, threads = run(case), torch.get_num_threads()
     try:
-        for count in (1, 2, 5):
+        for count in (1, 5):
             torch.set_num_threads(count)
             assert torch.equal(run(case), wanted)
             for first, end in [(0, rows) for rows in range(1, 64)] + [(row, row + 1) for row in range(64)] + [(7, 20)]:
@@ -259,20 +257,8 @@ def test_a_row_depends_neither_on_rows_beside_it_nor_on_threads(form: str, dtype
         torch.set_num_threads(threads)
 
 
-def test_rows_of_a_weight_may_share_memory(device: str) -> None:
-    case = make(3, 48, (30,), device=device)
-    case["weights"] = [case["weights"][0][:1].expand(9, 48), case["weights"][0]]
-    check(case)
-
-
-def test_inference_tensors_are_taken(device: str) -> None:
-    with torch.inference_mode():
-        case = make(3, 48, (30,), residual=True, device=device)
-    check(case)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("present", [(True, True, True), (False, True, False), (False, False, False)])
+@pytest.mark.parametrize("present", [(True, True, True), (False, True, False)])
 def test_biases_are_added(device: str, present: tuple[bool, ...], dtype: torch.dtype) -> None:
     check(make(3, 128, (70, 33, 20), biases=present, dtype=dtype, device=device))
     check(make(3, 128, (70, 70), biases=present[:2], gate=True, dtype=dtype, device=device))
@@ -353,7 +339,7 @@ def test_programmatic_launches_are_bit_equal(monkeypatch: pytest.MonkeyPatch, ro
         assert torch.equal(got, wanted[turn % 2])
 
 
-@pytest.mark.parametrize("arch", ["80", "86", "89", "90", "100", "120"])
+@pytest.mark.parametrize("arch", TARGETS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("gate", [False, True])
 def test_configurations_hold_all_rows_and_fit(arch: str, dtype: torch.dtype, gate: bool) -> None:
@@ -372,7 +358,7 @@ def test_configurations_hold_all_rows_and_fit(arch: str, dtype: torch.dtype, gat
 
 
 @pytest.mark.skipif(interpreted(), reason="nothing is compiled in Triton's interpreter")
-@pytest.mark.parametrize("arch", ["80", "90"])
+@pytest.mark.parametrize("arch", ["90"])
 def test_fp32_sums_stay_compensated(arch: str) -> None:
     """Every product begins at zero, and neither compiler folds the three further operations of each sum away."""
     module = pytest.importorskip("medusa_kernels._triton.decode_linear")
@@ -407,27 +393,19 @@ def test_leading_axes_and_strides_are_supported(device: str, form: str) -> None:
     assert torch.equal(run(case), wanted.view(3, 4, -1))
 
 
-@pytest.mark.parametrize("rows", [5, 64])
-@pytest.mark.parametrize("form", FORMS)
-def test_repeated_calls_are_bit_equal(device: str, form: str, rows: int) -> None:
-    case = make_form(form, rows, 200, (140, 70, 33), device=device)
-    assert torch.equal(run(case), run(case))
-
-
 @pytest.mark.parametrize("form", FORMS)
 def test_two_warps_give_the_same_bits(device: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """16 rows on GPUs before Hopper; all others have 4 warps anyway."""
     if served_by("decode_linear", device).name != "triton":
         pytest.skip("warps are those of a GPU")
     configs = pytest.importorskip("medusa_kernels._triton.decode_linear_configs")
-    for rows, size in ((5, 256), (16, 272)):
-        case = make_form(form, rows, size, (140, 70, 33), dtype=torch.float16, device=device)
-        results = []
-        for two in (False, True):
-            monkeypatch.setattr(configs, "TWO_WARPS", two)
-            results.append(run(case))
-        assert not results[0].isnan().any()
-        assert torch.equal(*results)
+    case = make_form(form, 16, 272, (140, 70, 33), dtype=torch.float16, device=device)
+    results = []
+    for two in (False, True):
+        monkeypatch.setattr(configs, "TWO_WARPS", two)
+        results.append(run(case))
+    assert not results[0].isnan().any()
+    assert torch.equal(*results)
 
 
 def test_one_row_and_empty_inputs(device: str) -> None:
@@ -437,23 +415,6 @@ def test_one_row_and_empty_inputs(device: str) -> None:
     assert single.tolist() == [2.0, 2.0, 2.0, 2.0]
     none = decode_linear(torch.ones(0, 3, 1, device=device), [case["weights"][0]] * 3)
     assert none.shape == (0, 3, 12)
-
-
-def test_example_by_hand(device: str) -> None:
-    x = torch.tensor([[1.0, 2.0]], device=device)
-    first, second = torch.tensor([[0.0, 0.0], [2.0, 1.0]], device=device), torch.tensor([[3.0, 1.0]], device=device)
-    bias = torch.tensor([10.0], device=device)
-    assert decode_linear(x, [first, second], [None, bias]).tolist() == [[0.0, 4.0, 15.0]]
-    residual = torch.tensor([[0.5, -1.0]], device=device)
-    assert decode_linear(x, [first], residual=residual).tolist() == [[0.5, 3.0]]
-    # SiLU(0) = 0 and SiLU(4) = 4 / (1 + e^-4) = 3.9280552
-    gated = decode_linear(x, [first, first], [None, torch.tensor([1.0, -2.0], device=device)], gate=True)
-    torch.testing.assert_close(gated.cpu(), torch.tensor([[0.0, 7.8561103]]))
-
-
-def test_the_reason_names_the_implementation_for_many_rows(device: str) -> None:
-    named = served_by("decode_linear", device)
-    assert f"more than {256 if named.name == 'cpp' else 64} rows" in named.reason
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -470,39 +431,26 @@ W = torch.zeros(5, 4)
 BAD = {
     "x-axes": ({"x": torch.zeros(())}, "x: expected shape"),
     "x-dtype": ({"x": torch.zeros(2, 4).double()}, "x: expected dtype"),
-    "weights-none": ({"weights": []}, "weights: expected 1 to 3 matrices, got 0"),
     "weights-many": ({"weights": [W] * 4}, "weights: expected 1 to 3 matrices, got 4"),
     "weights-size": ({"weights": [W, torch.zeros(5, 3)]}, r"weights\[1\]: expected shape \[N, 4\], got \[5, 3\]"),
-    "weights-dtype": ({"weights": [W.half()]}, r"weights\[0\]: expected dtype float32 like x"),
     "weights-columns": ({"weights": [torch.zeros(4, 5).T]}, r"weights\[0\]: expected a row's elements adjacent"),
     "biases-count": ({"biases": [None, None]}, "biases: expected 1, one per weight, got 2"),
     "biases-shape": ({"biases": [torch.zeros(4)]}, r"biases\[0\]: expected shape \[5\]"),
-    "biases-dtype": ({"biases": [torch.zeros(5).half()]}, r"biases\[0\]: expected dtype"),
     "gate-count": ({"gate": True}, "weights: expected two matrices, as gate is set, got 1"),
     "gate-shape": ({"gate": True, "weights": [W, torch.zeros(6, 4)]}, r"weights\[1\]: expected shape \[5, 4\]"),
     "residual-shape": ({"residual": torch.zeros(3, 5)}, r"residual: expected shape \[2, 5\]"),
-    "residual-dtype": ({"residual": torch.zeros(2, 5).half()}, "residual: expected dtype"),
     "residual-weights": ({"residual": torch.zeros(2, 5), "weights": [W, W]}, "residual: expected None with several"),
-    "parts-none": ({"parts": 0}, "parts: expected 1 to the 4 columns of x, got 0"),
     "parts-many": ({"parts": 5}, "parts: expected 1 to the 4 columns of x, got 5"),
     "parts-gate": ({"parts": 2, "gate": True, "weights": [W, W]}, "parts: expected 1 with gate or residual, got 2"),
-    "parts-residual": ({"parts": 2, "residual": torch.zeros(2, 5)}, "parts: expected 1 with gate or residual, got 2"),
 }
 
 
 I8, SCALE = torch.zeros(5, 4, dtype=torch.int8), torch.ones(5)
 BAD |= {
     "int8-without-scales": ({"weights": [I8]}, r"weights\[0\]: expected dtype float32 like x, got int8"),
-    "scales-of-floats": ({"scales": [SCALE]}, r"weights\[0\]: expected dtype int8, got float32"),
     "scales-count": ({"weights": [I8], "scales": [SCALE] * 2}, "scales: expected 1, one per weight, got 2"),
-    "scales-shape": ({"weights": [I8], "scales": [torch.ones(4)]}, r"scales\[0\]: expected shape \[5\], got \[4\]"),
-    "scales-dtype": ({"weights": [I8], "scales": [SCALE.half()]}, r"scales\[0\]: expected dtype float32, got float16"),
     "scales-strides": ({"weights": [I8], "scales": [torch.ones(10)[::2]]}, r"scales\[0\]: expected a contiguous"),
     "scales-mixed": ({"weights": [I8, W], "scales": [SCALE, SCALE]}, r"weights\[1\]: expected dtype int8"),
-    "scales-device": (
-        {"weights": [I8], "scales": [SCALE.to("meta")]},
-        r"scales\[0\]: expected on cpu like x, got meta",
-    ),
     "weights-device": ({"weights": [W.to("meta")]}, r"weights\[0\]: expected on cpu like x, got meta"),
 }
 
@@ -514,10 +462,9 @@ def test_bad_arguments_are_refused(change: dict[str, Any], message: str) -> None
         decode_linear(**(good | change))
 
 
-@pytest.mark.parametrize("rows", [3, 257])
 @pytest.mark.parametrize("form", FORMS)
-def test_passes_opcheck(device: str, form: str, rows: int) -> None:
-    case = make_form(form, rows, 16, (20, 6, 5), device=device)
+def test_passes_opcheck(device: str, form: str) -> None:
+    case = make_form(form, 3, 16, (20, 6, 5), device=device)
     # opcheck compares clones of the inputs, for which NaN would never be equal.
     weights = [weight.contiguous() for weight in case["weights"]]
     biases = [None, *(weight[:, 0].contiguous() for weight in weights[1:])]
@@ -529,28 +476,3 @@ def test_passes_opcheck(device: str, form: str, rows: int) -> None:
         torch.library.opcheck(
             torch.ops.medusa_kernels.decode_linear.default, (case["x"], weights, given_biases), given_options
         )
-
-
-def test_compiles_into_one_graph(device: str) -> None:
-    case = make_form("three", 3, 16, (20, 6, 5), device=device)
-    biases = [None, torch.randn(6, device=device), None]
-    torch._dynamo.reset()
-    compiled = torch.compile(decode_linear, fullgraph=True, dynamic=False, backend="aot_eager")
-    wanted = decode_linear(case["x"], case["weights"], biases)
-    assert torch.equal(compiled(case["x"], case["weights"], biases), wanted)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_a_one_hot_row_returns_a_column_bit_for_bit(device: str, dtype: torch.dtype) -> None:
-    weight = torch.randn(48, 64).to(device, dtype)
-    for rows in (3, 64):
-        parts = torch.eye(64).to(device, dtype).split(rows)
-        assert torch.equal(torch.cat([decode_linear(x, [weight]) for x in parts]), weight.T)
-
-
-def test_gates_far_below_zero_are_closed(device: str) -> None:
-    """For a gate below -88, exp(-x) is beyond fp32."""
-    gates = torch.tensor([-20.0, -88.0, -90.0, -200.0, -1e4], dtype=torch.float64)
-    weights = [gates[:, None].float().to(device), torch.ones(5, 1, device=device)]
-    got = decode_linear(torch.ones(1, 1, device=device), weights, gate=True)
-    torch.testing.assert_close(got[0].cpu().double(), gates / (1 + torch.exp(-gates)), rtol=1e-4, atol=1e-34)

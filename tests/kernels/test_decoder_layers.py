@@ -15,7 +15,6 @@ from modes import NO_BF16, of_the_cpu, reads_values
 from torch import Tensor
 
 from medusa_kernels import LayerWeights, Projection, ancestor_words, decoder_layers, packed, reference, served_by
-from medusa_kernels._registry import interpreted
 from medusa_kernels.decode_linear import with_linear
 
 Case = dict[str, Any]
@@ -256,7 +255,7 @@ def test_matches_fp64(dtype: torch.dtype, data: st.DataObject) -> None:
 @of_the_cpu
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("dim", [2, 16, 24, 64, 80, 128, 256])
+@pytest.mark.parametrize("dim", [2, 24, 80, 256])
 def test_every_head_size(dim: int, dtype: torch.dtype) -> None:
     check(make(11, [100, 7], heads=4, kv_heads=1, dim=dim, dtype=dtype))
 
@@ -315,23 +314,6 @@ def test_strides_are_supported(device: str, name: str, own_trees: bool) -> None:
     assert torch.equal(got, wanted)
 
 
-@of_the_cpu
-def test_rows_may_share_memory() -> None:
-    """Arguments that expand one row have stride 0 along the batch."""
-    case = make(6, [9, 9])
-    own = {name: case[name].expand(2, *case[name].shape) for name in ("depths", "ancestors")}
-    own["hidden"] = case["hidden"][:1].expand(2, -1, -1)
-    contiguous = {name: tensor.contiguous() for name, tensor in own.items()}
-    assert torch.equal(run(case | own)[0], run(case | contiguous)[0])
-
-
-def test_inference_tensors_are_taken() -> None:
-    with torch.inference_mode():
-        case = make(4, [3])
-        inside = run(case)[0]
-    assert torch.equal(run({n: t.clone() if isinstance(t, Tensor) else t for n, t in case.items()})[0], inside)
-
-
 @reads_values
 @pytest.mark.parametrize(
     ("name", "value", "message"),
@@ -342,7 +324,6 @@ def test_inference_tensors_are_taken() -> None:
             "cache_lens: expected 0 to 7 so that 5 more rows fit 12 cache rows, got 8 in batch row 1",
         ),
         ("cache_lens", [-1, 2], "cache_lens: expected 0 to 7 .* got -1 in batch row 0"),
-        ("cache_lens", [2, 2**31 - 1], "cache_lens: expected 0 to 7 .* got 2147483647 in batch row 1"),
         (
             "depths",
             [0, 1, 1, -9, 2],
@@ -363,18 +344,13 @@ def test_rows_and_positions_outside_are_refused(name: str, value: list[int], mes
 
 
 BAD = {
-    "hidden-axes": ({"hidden": torch.zeros(5, 40)}, "hidden: expected shape"),
     "hidden-dtype": ({"hidden": torch.zeros(2, 5, 40).double()}, "hidden: expected dtype"),
     "kv-layers": ({"kv": torch.zeros(3, 2, 2, 2, 12, 16)}, r"kv: expected shape \[2, 2, 2, Hkv, S, D\]"),
-    "kv-dtype": ({"kv": torch.zeros(2, 2, 2, 2, 12, 16).half()}, "kv: expected dtype float32 like hidden"),
     "kv-strides": ({"kv": torch.zeros(2, 2, 2, 12, 2, 16).transpose(3, 4)}, "kv: expected a contiguous tensor"),
-    "cos-shape": ({"cos": torch.zeros(12, 8)}, r"cos: expected shape \[P, 16\]"),
     "cos-batch": ({"cos": torch.zeros(3, 12, 16)}, r"cos: expected shape \[2, P, 16\]"),
     "sin-rows": ({"sin": torch.zeros(11, 16)}, r"sin: expected shape \[12, 16\], got \[11, 16\]"),
-    "sin-batch": ({"sin": torch.zeros(2, 12, 16)}, r"sin: expected shape \[12, 16\]"),
     "sin-strides": ({"sin": torch.zeros(16, 12).T}, "sin: expected a contiguous tensor"),
     "lens-dtype": ({"cache_lens": torch.zeros(2).long()}, "cache_lens: expected dtype int32"),
-    "lens-shape": ({"cache_lens": torch.zeros(3).int()}, r"cache_lens: expected shape \[2\]"),
     "depths-shape": ({"depths": torch.zeros(3, 5).int()}, r"depths: expected shape \[2, 5\]"),
     "ancestors-shape": ({"ancestors": torch.zeros(5, 2).long()}, r"ancestors: expected shape \[5, 1\]"),
     "windows": ({"windows": [0]}, "windows: expected 2, one per layer, got 1"),
@@ -387,13 +363,6 @@ BAD = {
 def test_bad_arguments_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         decoder_layers(**(make(5, [2, 2]) | change))
-
-
-def test_the_final_norm_is_checked() -> None:
-    case = make(5, [2, 2])
-    case["weights"][-1] = torch.zeros(41)
-    with pytest.raises(ValueError, match=r"weights\[-1\]: expected shape \[40\]"):
-        decoder_layers(**case)
 
 
 @of_the_cpu
@@ -422,25 +391,11 @@ def test_packed_refuses_weights_that_do_not_fit() -> None:
             (Projection(torch.zeros(n, k), scale=torch.zeros(n)), r"layers\[1\]: expected dtype int8, got float32"),
             (Projection(in_int8), r"layers\[1\]: expected dtype float32, got int8"),
             (Projection(torch.zeros(k, n).T), r"layers\[1\]: expected a contiguous tensor"),
-            (Projection(torch.zeros(n, k), torch.zeros(2 * n)[::2]), r"layers\[1\]: expected a contiguous tensor"),
         ]
         for projection, message in wrong:
             projections = [*layer.projections[:place], projection, *layer.projections[place + 1 :]]
             with pytest.raises(ValueError, match=message):
                 packed([layer, dataclasses.replace(layer, projections=projections)], norm)
-
-
-def test_packed_leaves_missing_tensors_out() -> None:
-    weights = [torch.full((1, 1), float(i)) for i in range(7)]
-    norm = torch.zeros(1)
-    bare = LayerWeights(norm, norm, [Projection(weight) for weight in weights])
-    whole = dataclasses.replace(
-        bare, projections=[Projection(w.to(torch.int8), norm, norm) for w in weights], q_norm=norm, k_norm=norm
-    )
-    tensors, forms = packed([bare, whole], norm)
-    assert [form.bit_count() for form in forms] == [9, reference.SLOTS]
-    assert [float(tensor) for tensor in tensors[2:9]] == [0, 1, 2, 3, 4, 5, 6]
-    assert len(tensors) == 9 + reference.SLOTS + 1
 
 
 def test_passes_opcheck(device: str) -> None:
@@ -449,13 +404,3 @@ def test_passes_opcheck(device: str) -> None:
     case["kv"] = case["kv"].nan_to_num()
     options = {name: case.pop(name) for name in ("windows", "eps", "scale")}
     torch.library.opcheck(torch.ops.medusa_kernels.decoder_layers.default, tuple(case.values()), options)
-
-
-@pytest.mark.skipif(interpreted(), reason="nothing but the call is tested, which takes long in Triton's interpreter")
-def test_compiles_into_one_graph(device: str) -> None:
-    case = make(4, [3, 1], dim=16, device=device)
-    torch._dynamo.reset()
-    compiled = torch.compile(decoder_layers, fullgraph=True, dynamic=False, backend="aot_eager")
-    (wanted, wanted_kv), (got, kv) = run(case), run(case, compiled)
-    assert torch.equal(got, wanted)
-    assert torch.equal(kv.nan_to_num(), wanted_kv.nan_to_num())

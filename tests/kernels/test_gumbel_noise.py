@@ -170,10 +170,8 @@ def test_argmax_samples_the_softmax(device: str) -> None:
 
 
 BAD = {
-    "seeds-axes": ({"seeds": torch.zeros(2, 1).long()}, "seeds: expected shape"),
     "seeds-dtype": ({"seeds": torch.zeros(2).int()}, "seeds: expected dtype int64, got int32"),
     "first-shape": ({"first": torch.zeros(3).int()}, r"first: expected shape \[2\], got \[3\]"),
-    "first-dtype": ({"first": torch.zeros(2)}, "first: expected dtype int32 or int64, got float32"),
     "rows": ({"rows": 0}, "rows: expected at least 1, got 0"),
     "vocabulary": ({"vocabulary": 0}, "vocabulary: expected 1 to 2147483647, got 0"),
 }
@@ -191,13 +189,6 @@ def test_passes_opcheck(device: str) -> None:
     torch.library.opcheck(
         torch.ops.medusa_kernels.gumbel_noise.default, (torch.tensor([1, 2], device=device), first, 3, 17)
     )
-
-
-def test_compiles_into_one_graph(device: str) -> None:
-    seeds, first = torch.tensor([1, 2], device=device), torch.tensor([4, 2], device=device)
-    torch._dynamo.reset()
-    compiled = torch.compile(gumbel_noise, fullgraph=True, dynamic=False, backend="aot_eager")
-    assert torch.equal(compiled(seeds, first, 3, 17), gumbel_noise(seeds, first, 3, 17))
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ import torch
 from budget import allowed
 from hypothesis import given
 from hypothesis import strategies as st
-from modes import DTYPES, NOT_FINITE, not_finite, of_the_cpu, reads_values
+from modes import DTYPES, not_finite, of_the_cpu, reads_values
 from torch import Tensor
 
 from medusa_kernels import heads_topk, reference
@@ -158,12 +158,9 @@ def test_matches_one_head_at_a_time(device: str, data: st.DataObject) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize(("batch", "heads", "size", "vocabulary", "k"), [(1, 3, 64, 1000, 10), (3, 5, 80, 333, 32)])
-def test_matches_fp64_in_every_dtype(
-    device: str, dtype: torch.dtype, shared: bool, batch: int, heads: int, size: int, vocabulary: int, k: int
-) -> None:
-    case = make(batch, heads, size, vocabulary, shared=shared, dtype=dtype, device=device)
-    check(heads_topk(*case.values(), k), case, k)
+def test_matches_fp64_in_every_dtype(device: str, dtype: torch.dtype, shared: bool) -> None:
+    case = make(3, 5, 80, 333, shared=shared, dtype=dtype, device=device)
+    check(heads_topk(*case.values(), 32), case, 32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -184,19 +181,18 @@ def make_8_bit(size: int, stored: torch.dtype, device: str) -> tuple[Case, Tenso
     return case, torch.rand(2, 90, device=device) / 30
 
 
-@pytest.mark.parametrize("size", [40, 128])
 @pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("factor", [2.0**-13, 1.0, 2.0**11])
-def test_bf16_states_of_any_size_and_8_bit_weights(device: str, stored: torch.dtype, size: int, factor: float) -> None:
+@pytest.mark.parametrize("factor", [2.0**-13, 2.0**11])
+def test_bf16_states_of_any_size_and_8_bit_weights(device: str, stored: torch.dtype, factor: float) -> None:
     """They are multiplied in fp16, whose smallest normal number is 2^-14 and whose largest 65504."""
-    case, scale = make_8_bit(size, stored, device)
+    case, scale = make_8_bit(128, stored, device)
     case["hidden"] *= factor
     scale /= factor
     check(heads_topk(*case.values(), 5, w2_scale=scale), case, 5, scale)
 
 
 @pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("far", [65536.0, 1e30, -1e30])
+@pytest.mark.parametrize("far", [65536.0, -1e30])
 def test_bf16_states_beyond_float16_are_clamped(device: str, stored: torch.dtype, far: float) -> None:
     if served_by("heads_topk", device).name != "triton":
         pytest.skip("other implementations do not convert them to float16")
@@ -211,7 +207,7 @@ def test_bf16_states_beyond_float16_are_clamped(device: str, stored: torch.dtype
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in Triton's interpreter
 @pytest.mark.parametrize("stored", [torch.int8, torch.float8_e4m3fn], ids=str)
-@pytest.mark.parametrize("kind", NOT_FINITE)
+@pytest.mark.parametrize("kind", ["ones", "-inf"])
 def test_bf16_states_that_are_not_finite_are_noticed(device: str, stored: torch.dtype, kind: str) -> None:
     """With 8-bit weights, too: no infinity or NaN becomes a large number."""
     case, scale = make_8_bit(16, stored, device)
@@ -278,14 +274,6 @@ def test_logits_beyond_float16_before_scaling(device: str, stored: torch.dtype, 
     assert all(row[token] == row[-1] for token in tokens.flatten().tolist())
 
 
-def test_token_map_gives_the_id_of_each_row(device: str) -> None:
-    case = make(2, 3, 16, 9, device=device)
-    ids = torch.tensor([70, 3, 500, 8, 9, 1, 0, 44, 2], device=device)
-    plain, mapped = heads_topk(*case.values(), 4), heads_topk(*case.values(), 4, token_map=ids)
-    assert torch.equal(plain[0], mapped[0])
-    assert mapped[1].tolist() == [[[ids.tolist()[row] for row in head] for head in b] for b in plain[1].tolist()]
-
-
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("stored", [None, torch.int8, torch.float8_e4m3fn], ids=str)
 def test_gather_reads_only_the_rows_in_the_map(device: str, shared: bool, stored: torch.dtype | None) -> None:
@@ -309,7 +297,7 @@ def test_gather_reads_only_the_rows_in_the_map(device: str, shared: bool, stored
 
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("blocks", [1, 2, 3])
+@pytest.mark.parametrize("blocks", [1, 2])
 @pytest.mark.parametrize("form", ["plain", "int8", "trimmed", "gathered"])
 @pytest.mark.parametrize("shared", [False, True])
 def test_root_temperature_and_noise_match_fp64(
@@ -330,15 +318,6 @@ def test_root_temperature_and_noise_match_fp64(
         inputs["noise"] = inputs["noise"][..., ids]
         case["w2"] = case["w2"][..., ids, :] if form == "gathered" else case["w2"]
     check(got, case, 6, scale, **inputs)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("names", [("root", "w_root"), ("temperature",), ("noise",), ("temperature", "noise")], ids=str)
-def test_root_temperature_and_noise_alone(device: str, dtype: torch.dtype, names: tuple[str, ...]) -> None:
-    case = make(3, 4, 80, 333, dtype=dtype, device=device)
-    inputs = make_inputs(case, 4, 333)
-    chosen = {name: inputs[name] for name in names}
-    check(heads_topk(*case.values(), 32, **chosen), case, 32, **chosen)
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -387,7 +366,7 @@ def test_a_row_stands_alone(dtype: torch.dtype, shared: bool) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("batch", "heads", "vocabulary", "shared", "k"),
-    [(1, 1, 3001, False, 32), (17, 1, 600, False, 3), (10, 2, 600, True, 3), (70, 1, 300, False, 1)],
+    [(1, 1, 3001, False, 32), (10, 2, 600, True, 3), (70, 1, 300, False, 1)],
 )
 def test_more_rows_and_words_than_a_program_takes(
     device: str, dtype: torch.dtype, batch: int, heads: int, vocabulary: int, shared: bool, k: int
@@ -408,25 +387,6 @@ def test_tokens_with_equal_logits_are_each_taken_once(device: str, vocabulary: i
     torch.testing.assert_close(logprobs, torch.full_like(logprobs, -math.log(vocabulary)), rtol=1e-6, atol=1e-6)
 
 
-def test_every_float8_value_is_decoded(device: str) -> None:
-    """Each head's logits are 0 and 31 float8 values of similar size, shown by log-probabilities relative to the 0's."""
-    numbers = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
-    numbers = numbers[numbers.isfinite() & (numbers != 0)]
-    numbers = torch.nn.functional.pad(numbers[numbers.abs().argsort()], (0, 27), value=448).view(9, 31)
-    w2 = torch.nn.functional.pad(numbers, (1, 0))[..., None].to(torch.float8_e4m3fn)
-    logprobs, tokens = heads_topk(
-        torch.ones(1, 1, device=device),
-        torch.zeros(9, 1, 1, device=device),
-        None,
-        w2.to(device),
-        32,
-        w2_scale=torch.ones(9, 32, device=device),
-    )
-    by_row = torch.empty(9, 32).scatter_(1, tokens[0].cpu(), logprobs[0].cpu())
-    largest = numbers.abs().amax(-1, keepdim=True).clamp(min=4)
-    assert ((by_row[:, 1:] - by_row[:, :1] - numbers).abs() <= 2**-22 * largest).all()
-
-
 def test_strided_views_are_read_in_place(device: str) -> None:
     """Every tensor is part of a larger one, which is NaN elsewhere."""
     case = make(3, 2, 24, 90, device=device)
@@ -439,8 +399,8 @@ def test_strided_views_are_read_in_place(device: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in Triton's interpreter
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", NOT_FINITE)
-@pytest.mark.parametrize(("vocabulary", "k"), [(3, 3), (100, 1), (320, 7)])
+@pytest.mark.parametrize("kind", ["nan", "ones", "-inf"])
+@pytest.mark.parametrize(("vocabulary", "k"), [(3, 3), (320, 7)])
 def test_ids_stay_in_the_vocabulary(device: str, dtype: torch.dtype, kind: str, vocabulary: int, k: int) -> None:
     """Even if inputs are not finite: embeddings are looked up with the ids before the host can notice."""
     case = make(2, 2, 16, vocabulary, dtype=dtype, device=device)
@@ -462,25 +422,6 @@ def test_ids_stay_in_the_vocabulary(device: str, dtype: torch.dtype, kind: str, 
     assert torch.equal(logprobs[0], clean[0][0])
 
 
-def test_example_by_hand() -> None:
-    """One head, one dimension: SiLU(0) = 0, so h = 1 stays 1, and the logits are the rows of w2."""
-    logits = [0.0, 1.0, 3.0, 2.0]
-    w2 = torch.tensor(logits).view(1, 4, 1)
-    logprobs, tokens = heads_topk(torch.ones(1, 1), torch.zeros(1, 1, 1), None, w2, 3)
-    assert tokens.tolist() == [[[2, 3, 1]]]
-    # log(e^0 + e^1 + e^2 + e^3) = 3.4401897
-    torch.testing.assert_close(logprobs, torch.tensor([[[-0.4401897, -1.4401897, -2.4401897]]]))
-
-
-def test_strided_weights(device: str) -> None:
-    """The last residual block of a [K, blocks, H, H] parameter is a strided slice."""
-    case = make(2, 3, 16, 20, device=device)
-    blocks = torch.randn(3, 2, 16, 16, device=device)
-    blocks[:, 1] = case["w1"]
-    case["w1"] = blocks[:, 1]
-    check(heads_topk(*case.values(), 6), case, 6)
-
-
 def test_weights_that_share_memory(device: str) -> None:
     """One head's weights expanded to all heads, which have scales of their own."""
     case = make(2, 3, 16, 50, device=device)
@@ -488,12 +429,6 @@ def test_weights_that_share_memory(device: str) -> None:
     case["w2"] = (case["w2"][:1] * 30).round().clamp(-127, 127).to(torch.int8).expand(3, -1, -1)
     scale = torch.rand(3, 50, device=device) / 30
     check(heads_topk(*case.values(), 5, w2_scale=scale), case, 5, scale)
-
-
-@of_the_cpu
-def test_no_rows() -> None:
-    case = make(2, 3, 16, 50)
-    assert [out.shape for out in heads_topk(*(case | {"hidden": case["hidden"][:0]}).values(), 5)] == [(0, 3, 5)] * 2
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -526,45 +461,26 @@ def test_rows_to_gather_outside_are_refused(bad: int) -> None:
 
 BAD = {
     "hidden-size": ({"hidden": torch.zeros(2, 5)}, "hidden: expected shape"),
-    "hidden-heads": ({"hidden": torch.zeros(2, 2, 4)}, "hidden: expected shape"),
     "hidden-dtype": ({"hidden": torch.zeros(2, 4).double()}, "hidden: expected dtype"),
-    "w1-axes": ({"w1": torch.zeros(4, 4)}, "w1: expected shape"),
     "w1-square": ({"w1": torch.zeros(3, 5, 4)}, "w1: expected shape"),
-    "w1-heads": ({"w1": torch.zeros(0, 4, 4), "hidden": torch.zeros(2, 4)}, "w1: expected at least 1 head, got 0"),
-    "w1-dtype": ({"w1": torch.zeros(3, 4, 4).half()}, "w1: expected dtype float32 like hidden"),
     "b1-shape": ({"b1": torch.zeros(4)}, "b1: expected shape"),
-    "b1-dtype": ({"b1": torch.zeros(3, 4).half()}, "b1: expected dtype"),
     "w2-heads": ({"w2": torch.zeros(2, 9, 4)}, "w2: expected shape"),
-    "w2-size": ({"w2": torch.zeros(9, 5)}, "w2: expected shape"),
     "w2-dtype": ({"w2": torch.zeros(9, 4).half()}, "w2: expected dtype float32 or int8 or float8_e4m3fn, got float16"),
-    "k-low": ({"k": 0}, "k: expected 1 to 9, got 0"),
     "k-vocabulary": ({"k": 10}, "k: expected 1 to 9, got 10"),
     "k-most": ({"k": 33, "w2": torch.zeros(40, 4)}, "k: expected 1 to 32, got 33"),
     "w2_scale-missing": ({"w2": torch.zeros(9, 4, dtype=torch.int8)}, "w2_scale: expected one scale per row"),
     "w2_scale-shape": ({"w2_scale": torch.zeros(9)}, "w2_scale: expected shape"),
-    "w2_scale-dtype": ({"w2_scale": torch.zeros(3, 9).half()}, "w2_scale: expected dtype float32"),
     "token_map-shape": ({"token_map": torch.zeros(8, dtype=torch.int64)}, "token_map: expected shape"),
     "gather-map": ({"gather": True}, "token_map: expected the rows to gather, got None"),
-    "gather-map-shape": ({"gather": True, "token_map": torch.zeros(1, 2).long()}, "token_map: expected shape"),
     "gather-k": ({"gather": True, "token_map": torch.tensor([3]), "k": 2}, "k: expected 1 to 1, got 2"),
     "root-shape": ({"root": torch.zeros(1, 4), "w_root": torch.zeros(3, 4, 4)}, "root: expected shape"),
-    "root-dtype": ({"root": torch.zeros(2, 4).half(), "w_root": torch.zeros(3, 4, 4)}, "root: expected dtype float32"),
-    "root-missing": ({"w_root": torch.zeros(3, 4, 4)}, "root: expected the input of w_root, got None"),
     "w_root-missing": ({"root": torch.zeros(2, 4)}, "w_root: expected the weights of root, got None"),
-    "w_root-shape": ({"root": torch.zeros(2, 4), "w_root": torch.zeros(4, 4)}, "w_root: expected shape"),
-    "w_root-dtype": ({"root": torch.zeros(2, 4), "w_root": torch.zeros(3, 4, 4).half()}, "w_root: expected dtype"),
-    "temperature-0": ({"temperature": 0.0}, "temperature: expected a finite number above 0, got 0.0"),
-    "temperature-negative": ({"temperature": -1.0}, "temperature: expected a finite number above 0, got -1.0"),
-    "temperature-inf": ({"temperature": math.inf}, "temperature: expected a finite number above 0, got inf"),
     "temperature-nan": ({"temperature": math.nan}, "temperature: expected a finite number above 0, got nan"),
     "noise-rows": ({"noise": torch.zeros(2, 2, 9)}, "noise: expected a row for each of 3 heads, got 2"),
-    "noise-batch": ({"noise": torch.zeros(1, 3, 9)}, "noise: expected shape"),
-    "noise-ids": ({"noise": torch.zeros(2, 3, 8)}, "noise: expected shape"),
     "noise-gather": (
         {"gather": True, "token_map": torch.arange(4), "noise": torch.zeros(2, 3, 4)},
         "noise: expected shape",
     ),
-    "noise-dtype": ({"noise": torch.zeros(2, 3, 9).half()}, "noise: expected dtype float32"),
     "token_map-dtype": ({"token_map": torch.zeros(9, dtype=torch.int32)}, "token_map: expected dtype int64"),
 }
 
@@ -579,11 +495,8 @@ def test_bad_arguments_are_refused(change: dict[str, Any], message: str) -> None
 @pytest.mark.parametrize(
     ("shared", "bias", "extra"),
     [
-        (False, True, ()),
-        (True, False, ("token_map",)),
         (True, True, ("token_map", "gather")),
         (False, False, ("w2_scale",)),
-        (True, True, ("root", "w_root")),
         (False, True, ("token_map", "root", "w_root", "temperature", "noise")),
     ],
 )

@@ -61,7 +61,7 @@ def test_sets_are_those_of_the_source() -> None:
 @pytest.mark.parametrize("form", test_decode_linear.FORMS)
 def test_set_serves_decode_linear(form: str, int8: bool, dtype: torch.dtype) -> None:
     assert served_by("decode_linear", "cpu").name == "cpp"
-    for rows in (1, 2, 3, 7, 64, 130):
+    for rows in (1, 7, 130):
         for size in (5, 64, 193):
             test_decode_linear.check(
                 test_decode_linear.make_form(form, rows, size, (70, 33, 1), int8=int8, dtype=dtype)

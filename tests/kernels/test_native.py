@@ -14,8 +14,6 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from medusa_kernels import _native
 
@@ -66,14 +64,7 @@ def walked(kv: np.ndarray, length: int, path: list[int], accepted: int) -> np.nd
     return new
 
 
-def test_rows_move_by_hand() -> None:
-    # One layer, one head, rows of one byte; the cache holds two rows, then the tree's nodes 0..4.
-    kv = np.array([10, 11, 20, 21, 22, 23, 24], dtype=np.uint8).reshape(1, 1, 1, 7, 1)
-    assert call(kv, [2], [[0, 2, 4]], [2]) == 0
-    assert kv.ravel().tolist() == [10, 11, 20, 22, 24, 23, 24]
-
-
-@pytest.mark.parametrize("row_bytes", [1, 2, 3, 4, 6, 7, 8, 12, 16, 24, 33, 48, 160])
+@pytest.mark.parametrize("row_bytes", [1, 2, 6, 12, 16, 24, 33])
 @pytest.mark.parametrize("offset", [0, 1, 2, 4, 8])
 def test_any_alignment_and_row_size(row_bytes: int, offset: int) -> None:
     # Every unit from 16 bytes down to 1 is used by some pair; guard bytes on both sides stay unchanged.
@@ -101,29 +92,8 @@ def test_overlapping_rows_move_in_ascending_order(path: list[int]) -> None:
     np.testing.assert_array_equal(kv, expected)
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.data())
-def test_any_valid_path(data: st.DataObject) -> None:
-    layers2, batch, heads = (data.draw(st.integers(1, 3)) for _ in range(3))
-    rows, row_bytes, path_len = (
-        data.draw(st.integers(6, 24)),
-        data.draw(st.integers(1, 40)),
-        data.draw(st.integers(1, 6)),
-    )
-    lens, path, accepted = [], [], []
-    for _ in range(batch):
-        room = data.draw(st.integers(path_len, rows))
-        lens.append(data.draw(st.integers(0, rows - room)))
-        path.append(sorted(data.draw(st.sets(st.integers(0, room - 1), min_size=path_len, max_size=path_len))))
-        accepted.append(data.draw(st.integers(-1, path_len - 1)))
-    kv = random_bytes(layers2, batch, heads, rows, row_bytes)
-    expected = gathered(kv, lens, path, accepted)
-    assert call(kv, lens, path, accepted) == 0
-    np.testing.assert_array_equal(kv, expected)
-
-
 @pytest.mark.parametrize("row_bytes", [1, 6, 16])
-@pytest.mark.parametrize("steps", [1, 7, 8, 9, 15, 16, 17, 24, 63, 64, 255, 256, 257])
+@pytest.mark.parametrize("steps", [1, 7, 8, 9, 17, 64, 257])
 def test_paths_longer_than_a_chunk(steps: int, row_bytes: int) -> None:
     """Rows move in chunks of eight: sources within, across and after the chunk of their targets."""
     random = np.random.default_rng(steps * 31 + row_bytes)
@@ -136,16 +106,7 @@ def test_paths_longer_than_a_chunk(steps: int, row_bytes: int) -> None:
             np.testing.assert_array_equal(kv, expected)
 
 
-def test_every_accepted_length_of_a_path() -> None:
-    path = [0, 1, 4, 5, 6, 9, 10, 12, 13, 20, 21, 22, 23, 24, 30, 31, 32, 40, 41, 50]
-    for accepted in range(-1, len(path)):
-        kv = random_bytes(2, 1, 2, 60, 5, seed=accepted + 1)
-        expected = walked(kv, 7, path, accepted)
-        assert call(kv, [7], [path], [accepted]) == 0
-        np.testing.assert_array_equal(kv, expected)
-
-
-@pytest.mark.parametrize("bad", [7, 8, 9, 15, 16, 19])
+@pytest.mark.parametrize("bad", [7, 8, 19])
 def test_a_path_that_stops_ascending_late_is_refused(bad: int) -> None:
     """At a chunk's last index, the next one's first index and in the last chunk; shorter accepted lengths pass."""
     path = list(range(1, 21))
@@ -219,11 +180,6 @@ def test_slots_outside_the_cache_are_refused_before_anything_moves(slots: list[i
     assert np.array_equal(kv, before) == (status != 0)
 
 
-@pytest.mark.parametrize("empty", [(0, 2, 1, 4, 8), (2, 2, 0, 4, 8), (2, 2, 1, 4, 0)])
-def test_empty_caches_are_allowed(empty: tuple[int, ...]) -> None:
-    assert call(np.empty(empty, dtype=np.uint8), [0, 0], [[1], [2]], [0, 0]) == 0
-
-
 READ_ONLY = """
 import ctypes, mmap, sys
 import numpy as np
@@ -254,12 +210,6 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_missing_build_names_the_command(empty_folder: Path) -> None:
-    assert _native.cpu_library() is None
-    assert "pip install ." in _native.why_missing("cpu")
-    assert _native.build_info() == {}
-
-
 def test_missing_library_repeats_the_build_error(empty_folder: Path) -> None:
     facts = {"cpu": {"built": True}, "cuda": {"built": False, "why": "no compiler of that kind"}}
     (empty_folder / "build.json").write_text(json.dumps(facts))
@@ -268,35 +218,12 @@ def test_missing_library_repeats_the_build_error(empty_folder: Path) -> None:
     assert _native.build_info() == facts
 
 
-def test_broken_library_is_reported(empty_folder: Path) -> None:
-    (empty_folder / "libmedusa_cpu.so").write_bytes(b"not a library")
-    assert _native.cpu_library() is None
-    assert "could not be loaded" in _native.why_missing("cpu")
-
-
 def test_library_of_another_version_is_refused(empty_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built = Path(_native.__file__).parent / "_lib" / "libmedusa_cpu.so"
     shutil.copy(built, empty_folder)
     monkeypatch.setattr(_native, "ABI_VERSION", _native.ABI_VERSION + 41)
     assert _native.cpu_library() is None
     assert re.search(r"expected ABI version 46, got 5\b", _native.why_missing("cpu"))
-
-
-def test_unknown_kind_is_refused() -> None:
-    with pytest.raises(ValueError, match="kind: expected 'cpu' or 'cuda', got 'rocm'"):
-        _native.why_missing("rocm")  # type: ignore[arg-type]
-
-
-def test_loader_needs_no_torch() -> None:
-    code = (
-        "import importlib.util, sys\n"
-        f"spec = importlib.util.spec_from_file_location('native', {_native.__file__!r})\n"
-        "native = importlib.util.module_from_spec(spec)\n"
-        "spec.loader.exec_module(native)\n"
-        "assert native.cpu_library() is not None, native.why_missing('cpu')\n"
-        "assert 'torch' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_cuda_library_loads_without_a_device() -> None:
@@ -331,15 +258,3 @@ def test_cuda_kernels_fit_every_target(nvcc: str, tmp_path: Path) -> None:
     assert len(spills) == len(registers) == 15
     assert set(spills) == {("0", "0", "0")}
     assert max(registers) <= 64
-
-
-def test_cuda_kernel_moves_16_bytes_at_once(nvcc: str, tmp_path: Path) -> None:
-    source = str(ROOT / "csrc" / "kv_compact.cu")
-    ptx = tmp_path / "out.ptx"
-    subprocess.run([nvcc, "-std=c++17", "-O3", "-ptx", "-arch=compute_80", source, "-o", str(ptx)], check=True)
-    kernels = re.split(r"\.entry ", ptx.read_text())[1:]
-    wide = [kernel for kernel in kernels if "Unit16" in kernel.split("(", 1)[0]]
-    assert len(kernels) == 5
-    assert len(wide) == 1
-    assert re.search(r"\bld\.global\.(v4\.u32|v2\.u64)", wide[0])
-    assert re.search(r"\bst\.global\.(v4\.u32|v2\.u64)", wide[0])

@@ -10,7 +10,7 @@ import torch
 from budget import assert_typical_error_within_twice, assert_within_twice
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from modes import DTYPES, of_the_cpu, reads_values
+from modes import DTYPES, reads_values
 from torch import Tensor
 
 from medusa_kernels import ancestor_words, reference, served_by, tree_attention
@@ -169,20 +169,15 @@ def masked_softmax(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> tup
 
 # One word holds 64 nodes: at 63, 64 and 65 it fills and overflows.
 SHAPES = [
-    (1, 0, (4, 4), 64),
     (1, 127, (7, 1), 128),
     (1, 1000, (4, 1), 80),
     (2, 1, (8, 2), 80),
-    (2, 1000, (7, 1), 64),
     (3, 128, (7, 7), 96),
     (3, 0, (4, 1), 256),
     (63, 127, (4, 1), 64),
-    (64, 128, (2, 2), 64),
     (64, 1000, (1, 1), 128),
-    (65, 0, (7, 1), 80),
     (65, 1, (4, 1), 128),
     (200, 128, (4, 1), 64),
-    (200, 1000, (1, 1), 80),
     (256, 127, (2, 2), 64),
 ]
 
@@ -217,8 +212,7 @@ def cut_finely(
         monkeypatch.setattr(kernels, "_splits", lambda *_: splits)
 
 
-@pytest.mark.parametrize("window", [None, 3, 50])
-@pytest.mark.parametrize("nodes", [1, 5, 70])
+@pytest.mark.parametrize(("nodes", "window"), [(1, None), (5, 3), (70, None), (70, 50)])
 def test_keys_split_into_many_small_parts(
     device: str, monkeypatch: pytest.MonkeyPatch, nodes: int, window: int | None
 ) -> None:
@@ -227,15 +221,6 @@ def test_keys_split_into_many_small_parts(
     case = make(nodes, [0, 33, 100], heads=2, dim=16, spare=200, own_trees=True, device=device)
     plain, exact = (brute_force(case, dtype, window=window) for dtype in (torch.float32, torch.float64))
     assert_typical_error_within_twice(run(case, window=window), plain, exact)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_runs_are_bit_equal(device: str, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    cut_finely(monkeypatch)
-    case = make(9, [90, 40], heads=4, kv_heads=2, dim=64, spare=300, dtype=dtype, device=device)
-    first = run(case)
-    assert not first.isnan().any()
-    assert torch.equal(run(case), first)
 
 
 class Launches:
@@ -268,8 +253,7 @@ def zeros_for(case: Case) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("window", [None, 3, 50])
-@pytest.mark.parametrize("nodes", [1, 5, 20])
+@pytest.mark.parametrize(("nodes", "window"), [(1, None), (5, 50), (20, 3)])
 def test_the_last_program_merges_to_the_same_bits(
     device: str, monkeypatch: pytest.MonkeyPatch, merges: Launches, nodes: int, window: int | None, dtype: torch.dtype
 ) -> None:
@@ -322,9 +306,7 @@ def test_a_chunk_of_shares_is_not_the_limit(device: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    "options", [{}, {"window": 30}, {"window": 3}, {"softcap": 3.0}, {"scale": -0.4}, {"softcap": 2.0, "window": 50}]
-)
+@pytest.mark.parametrize("options", [{"window": 30}, {"window": 3}, {"scale": -0.4}, {"softcap": 2.0, "window": 50}])
 def test_overlapped_products_give_the_same_bits(
     device: str, monkeypatch: pytest.MonkeyPatch, merges: Launches, options: dict[str, Any], dtype: torch.dtype
 ) -> None:
@@ -366,7 +348,7 @@ def test_counters_are_made_where_they_are_used(device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("options", [{"softcap": 3.0}, {"softcap": 30.0, "window": 40}, {"softcap": 1.0, "window": 6}])
+@pytest.mark.parametrize("options", [{"softcap": 3.0}, {"softcap": 1.0, "window": 6}])
 def test_softcap_matches_loops(device: str, options: dict[str, Any], dtype: torch.dtype) -> None:
     case = make(9, [70], heads=4, kv_heads=2, dim=64, dtype=dtype, device=device)
     plain, exact = (brute_force(case, kind, **options) for kind in (dtype, torch.float64))
@@ -380,17 +362,11 @@ def test_scores_far_below_the_cap_keep_their_digits(device: str) -> None:
     assert_typical_error_within_twice(run(case, **options), plain, exact)
 
 
-@pytest.mark.parametrize("softcap", [None, 2.0])
-@pytest.mark.parametrize("scale", [-0.4, 0.0])
+@pytest.mark.parametrize(("scale", "softcap"), [(-0.4, 2.0), (0.0, None)])
 def test_scales_that_are_zero_or_negative(device: str, scale: float, softcap: float | None) -> None:
     case, options = make(6, [30], heads=4, kv_heads=2, dim=16, device=device), {"scale": scale, "softcap": softcap}
     plain, exact = (brute_force(case, dtype, **options) for dtype in (torch.float32, torch.float64))
     assert_typical_error_within_twice(run(case, **options), plain, exact)
-
-
-def test_equal_lengths_are_one_batch(device: str) -> None:
-    case = make(5, [6, 6, 6], heads=4, kv_heads=2, device=device)
-    assert_within_twice(run(case), *plain_and_exact(case))
 
 
 def test_a_tree_changed_in_place_takes_effect(device: str) -> None:
@@ -415,15 +391,6 @@ def test_another_tree_of_the_same_size_takes_effect(device: str) -> None:
     other["ancestors"] = words_by_hand(other["sets"]).to(device)
     for case in (one, other, one):
         assert_within_twice(run(case), *plain_and_exact(case))
-
-
-@pytest.mark.parametrize("window", [None, 4])
-@pytest.mark.parametrize("own_trees", [False, True])
-def test_ragged_rows(device: str, own_trees: bool, window: int | None) -> None:
-    """Rows of different lengths, with one tree for all or one per row."""
-    case = make(6, [9, 0, 3], heads=6, kv_heads=2, own_trees=own_trees, device=device)
-    plain = brute_force(case, torch.float32, window=window).to(device)
-    assert_within_twice(run(case, window=window), plain, brute_force(case, torch.float64, window=window))
 
 
 def test_inference_tensors(device: str) -> None:
@@ -460,9 +427,10 @@ def test_caches_of_any_strides(device: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("nodes", [1, 20])
 @pytest.mark.parametrize(
-    ("lens", "slots"), [([0, 70, 10], [4, 0, 2]), ([40, 40, 40], [3, 1, 4]), ([40, 40], [1, 2])], ids=str
+    ("nodes", "lens", "slots"),
+    [(1, [0, 70, 10], [4, 0, 2]), (20, [0, 70, 10], [4, 0, 2]), (20, [40, 40, 40], [3, 1, 4]), (1, [40, 40], [1, 2])],
+    ids=str,
 )
 def test_slots_name_the_sequence_of_each_row(
     device: str, monkeypatch: pytest.MonkeyPatch, nodes: int, lens: list[int], slots: list[int], dtype: torch.dtype
@@ -487,13 +455,6 @@ def test_slots_name_the_sequence_of_each_row(
         assert not counters.any()
 
 
-def test_lengths_of_any_stride(device: str) -> None:
-    case = make(5, [40, 7, 20], device=device)
-    apart = torch.full((3, 2), 1, dtype=torch.int32, device=device)
-    apart[:, 0] = case["cache_lens"]
-    assert torch.equal(run(case | {"cache_lens": apart[:, 0]}), run(case))
-
-
 @given(st.integers(1, 200), st.integers(0, 2**16))
 def test_bit_words_hold_the_sets_of_ancestors(nodes: int, seed: int) -> None:
     torch.manual_seed(seed)
@@ -507,23 +468,16 @@ BAD = {
     "q-dtype": ({"q": torch.zeros(2, 3, 4, 8).double()}, "q: expected dtype"),
     "q-nodes": ({"q": torch.zeros(2, 257, 4, 8)}, "q: expected 1 to 256 nodes, got 257"),
     "q-heads": ({"q": torch.zeros(2, 3, 3, 8)}, "q: expected a multiple of 2 heads, got 3"),
-    "k_cache-dim": ({"k_cache": torch.zeros(2, 2, 9, 16)}, "k_cache: expected shape"),
     "k_cache-dtype": ({"k_cache": torch.zeros(2, 2, 9, 8).half()}, "k_cache: expected dtype float32 like q"),
     "v_cache-rows": ({"v_cache": torch.zeros(2, 2, 8, 8)}, "v_cache: expected shape"),
-    "v_cache-dtype": ({"v_cache": torch.zeros(2, 2, 9, 8).bfloat16()}, "v_cache: expected dtype"),
     "cache_lens-shape": ({"cache_lens": torch.zeros(3, dtype=torch.int32)}, "cache_lens: expected shape"),
-    "cache_lens-dtype": ({"cache_lens": torch.zeros(2, dtype=torch.int64)}, "cache_lens: expected dtype int32"),
-    "slots-shape": ({"slots": torch.zeros(3, dtype=torch.int32)}, "slots: expected shape"),
     "slots-dtype": ({"slots": torch.zeros(2, dtype=torch.int64)}, "slots: expected dtype int32"),
     "ancestors-words": ({"ancestors": torch.ones(3, 2, dtype=torch.int64)}, "ancestors: expected shape"),
-    "ancestors-batch": ({"ancestors": torch.ones(1, 3, 1, dtype=torch.int64)}, "ancestors: expected shape"),
     "ancestors-dtype": ({"ancestors": torch.ones(3, 1, dtype=torch.int32)}, "ancestors: expected dtype int64"),
     "window": ({"window": 0}, "window: expected None or at least 1, got 0"),
     "softcap": ({"softcap": -1.0}, "softcap: expected None or more than 0"),
     "counters-few": ({"counters": torch.zeros(7, dtype=torch.int32)}, "counters: expected at least 8 numbers, got 7"),
-    "counters-dtype": ({"counters": torch.zeros(8)}, "counters: expected dtype int32, got float32"),
     "counters-strides": ({"counters": torch.zeros(16, dtype=torch.int32)[::2]}, "counters: expected a contiguous"),
-    "counters-device": ({"counters": torch.zeros(8, dtype=torch.int32, device="meta")}, "counters: expected on cpu"),
 }
 
 
@@ -541,8 +495,7 @@ def test_bad_arguments_are_refused(change: dict[str, Any], message: str) -> None
 
 
 @reads_values
-@pytest.mark.parametrize("length", [-1, 7])
-@pytest.mark.parametrize("softcap", [None, 3.0])
+@pytest.mark.parametrize(("length", "softcap"), [(-1, None), (7, 3.0)])
 def test_lengths_beyond_the_cache_are_refused(length: int, softcap: float | None) -> None:
     case = make(3, [1, 1], spare=5)
     case["cache_lens"][1] = length
@@ -559,7 +512,7 @@ def test_slots_outside_the_cache_are_refused(slot: int) -> None:
 
 @pytest.mark.parametrize(
     ("nodes", "lens", "options"),
-    [(1, [3], {}), (5, [0, 4], {"window": 3}), (5, [4, 4], {"softcap": 2.0, "scale": 0.3}), (65, [2], {})],
+    [(5, [0, 4], {"window": 3}), (65, [4, 4], {"softcap": 2.0, "scale": 0.3})],
 )
 def test_passes_opcheck(device: str, nodes: int, lens: list[int], options: dict[str, Any]) -> None:
     case = make(nodes, lens, heads=4, kv_heads=2, device=device)
@@ -567,10 +520,3 @@ def test_passes_opcheck(device: str, nodes: int, lens: list[int], options: dict[
     for more in ({}, {"counters": zeros_for(case), "slots": slots}):
         arguments = options | more
         torch.library.opcheck(torch.ops.medusa_kernels.tree_attention.default, tuple(case.values())[:5], arguments)
-
-
-@of_the_cpu
-def test_served_on_the_cpu_by_sdpa() -> None:
-    chosen = served_by("tree_attention", "cpu")
-    assert chosen.name == "sdpa"
-    assert "softcap" in chosen.reason
