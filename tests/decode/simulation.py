@@ -29,29 +29,7 @@ USELESS: Heads = [[0.0005] * 5] * 5  # about chance with 2,048 tokens
 GPU = {1: 1.0, 2: 1.05, 4: 1.06, 8: 1.07, 16: 1.09, 32: 1.13, 64: 1.2}
 CPU = {1: 1.0, 2: 1.35, 4: 1.5, 8: 1.7, 16: 2.0, 32: 3.0, 64: 5.0}
 AWFUL = {1: 1.0} | dict.fromkeys((2, 4, 8, 16, 32, 64), 3.0)
-SMALL = {1: 1.0, 2: 1.1, 4: 1.15, 6: 1.16, 8: 1.75, 16: 2.5, 32: 4.2, 64: 8.0}
-"""Measured: a model of 135M parameters in float32 on a CPU, whose matrix product takes up to 6 rows at once."""
 DEVICES = {"gpu": GPU, "cpu": CPU, "awful": AWFUL}
-
-
-def busy(seed: int) -> Callable[[int, int, float], float]:
-    """Return step times as measured on a shared machine, for `Simulation.disturbed`.
-
-    Steps jitter by 5 %, one in 50 is an outlier, the first with a tree in a generation takes 30 % longer, and another
-    program doubles the time of all steps in phases of some 30 steps.
-    """
-    draws, met, phase = random.Random(seed), set[int](), [1.0]
-
-    def disturb(step: int, nodes: int, seconds: float) -> float:
-        if step == 0:
-            met.clear()
-        if draws.random() < 1 / 30:
-            phase[0] = 3.0 - phase[0]
-        factor = phase[0] * math.exp(0.05 * draws.gauss(0, 1)) * (1.0 if nodes in met else 1.3)
-        met.add(nodes)
-        return seconds * factor * (5.0 if draws.random() < 0.02 else 1.0)
-
-    return disturb
 
 
 def preempted(seed: int, rate: float, phases: float = 1.0) -> Callable[[int, int, float], float]:

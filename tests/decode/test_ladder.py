@@ -31,13 +31,6 @@ def test_only_trees_that_the_heads_can_fill(accuracies, sizes):
     assert [tree.num_nodes for tree in TreeSet(accuracies).trees] == sizes
 
 
-def test_odds_of_a_small_tree_set_by_hand():
-    tree_set = TreeSet([[0.5, 0.2], [0.4, 0.1]])
-    assert tree_set.trees[1].choices == [[0], [1], [0, 0]]
-    # 0.7 reach depth 1; of those, 0.5 x 0.4 reach depth 2.
-    assert tree_set.odds_against[1] == pytest.approx((0.3 / 0.7, 0.5 / 0.2))
-
-
 # The acceptance model
 
 
@@ -109,57 +102,3 @@ def test_old_observations_are_forgotten():
         model.observe(3, [commit(tree, USELESS, draws)])
     assert before > 2.2
     assert model.tokens[3] < 1.3
-
-
-def test_another_generation_starts_at_the_long_term_mean_and_learns_faster():
-    slow, fast = AcceptanceModel(TreeSet(GOOD)), AcceptanceModel(TreeSet(GOOD))
-    for model in (slow, fast):
-        for _ in range(600):
-            model.observe(1, [1, 2])
-    usual = fast.tokens[1]
-    for model in (slow, fast):
-        for _ in range(4):
-            model.observe(1, [1, 1])
-    low = fast.tokens[1]
-    fast.begin()
-    assert low < usual - 0.05
-    assert fast.tokens[1] == pytest.approx(usual, abs=0.02)
-    change = slow.tokens[1], fast.tokens[1]
-    slow.observe(1, [2, 2])
-    fast.observe(1, [1, 1])
-    assert abs(fast.tokens[1] - change[1]) > abs(slow.tokens[1] - change[0])
-
-
-def test_without_observations_a_shift_returns_to_its_mean():
-    model = AcceptanceModel(TreeSet(GOOD))
-    for _ in range(600):
-        model.observe(1, [1, 2])
-    usual = model.tokens[1]
-    for _ in range(10):
-        model.observe(1, [1, 1])
-    low = model.tokens[1]
-    for _ in range(300):
-        model.observe(0, [1, 1])
-    assert low < model.tokens[1] < usual
-    assert usual - model.tokens[1] < 0.6 * (usual - low)
-
-
-def test_plain_steps_teach_nothing_and_many_rows_do_not_overshoot():
-    model = AcceptanceModel(TreeSet(GOOD))
-    before = list(model.tokens)
-    model.observe(0, [1, 1, 1])
-    assert model.tokens == before
-    for new_tokens, low, high in ((1, 1.0, 1.1), (6, 4.5, 6.0)):
-        for _ in range(30):
-            model.observe(5, [new_tokens] * 256)
-            depths = [tree.depth for tree in model.tree_set.trees]
-            assert all(1.0 <= tokens <= depth + 1 for tokens, depth in zip(model.tokens, depths, strict=True))
-        assert low <= model.tokens[5] <= high
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"), [({"memory": 0.5}, "memory: expected at least 1"), ({"prior": 0}, "prior: expected")]
-)
-def test_invalid_arguments_are_refused(arguments, words):
-    with pytest.raises(ValueError, match=words):
-        AcceptanceModel(TreeSet(GOOD), **arguments)

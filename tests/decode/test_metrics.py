@@ -4,7 +4,7 @@ import math
 import time
 
 import pytest
-from models import heads_for, padded, prompts, tiny
+from models import padded, prompts, tiny
 from oracles import taught
 
 from medusa_decoding import MedusaModel, Tree
@@ -33,22 +33,6 @@ def test_one_row_with_one_tree():
     )
     assert metrics.tokens_per_step == 8 / 4
     assert metrics.tokens_per_second == 9 / 4.0
-
-
-def test_trees_of_different_depth():
-    """A depth's rate is over the steps whose tree reaches it: plain steps count for none, deep ones for all three."""
-    plain, wide, deep = Tree([]), Tree.cartesian([4]), Tree.chain(3)
-    metrics = of([[0, 1, 0, 3, 2, 0]], [plain, wide, wide, deep, deep, deep])
-    assert metrics.depth_acceptance == [3 / 5, 2 / 3, 1 / 3]
-    assert metrics.tree_nodes == {1: 1, 4: 3, 5: 2}
-    assert metrics.accepted_histogram == {0: 3, 1: 1, 2: 1, 3: 1}
-    assert metrics.tokens_per_step == 12 / 6
-
-
-def test_a_copied_branch_counts_towards_depth():
-    metrics = of([[5, 0]], [Tree.chain(2).with_lookup(5)] * 2)
-    assert metrics.depth_acceptance == [1 / 2] * 5
-    assert metrics.tree_nodes == {8: 2}
 
 
 def test_rows_that_end_at_different_steps():
@@ -122,13 +106,3 @@ def test_metrics_equal_a_count_from_outside(monkeypatch, batch):
     assert metrics.accepted_histogram == {length: lengths.count(length) for length in sorted(set(lengths))}
     assert metrics.depth_acceptance == [sum(length >= depth for length in lengths) / len(lengths) for depth in (1, 2)]
     assert metrics.tokens_per_step == output.tokens_per_step
-
-
-def test_asking_for_metrics_does_not_change_the_text():
-    model = tiny()
-    [row] = prompts(1, [8])
-    with MedusaModel(model, heads_for(model), Tree.cartesian([3, 2])) as medusa:
-        with_them = medusa.generate(row[None], max_new_tokens=20, metrics=True)
-        without = medusa.generate(row[None], max_new_tokens=20)
-    assert with_them.sequences.tolist() == without.sequences.tolist()
-    assert with_them.accept_lengths == without.accept_lengths

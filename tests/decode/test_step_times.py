@@ -44,20 +44,6 @@ def test_one_slow_sample_counts_only_after_a_second_one():
     assert profile(n1=[1.0] * 3, n4=[10.0, 1.5]).estimates([1, 4])[1][1] == 1.5
 
 
-def test_a_larger_tree_takes_at_most_as_much_longer_as_it_is_larger():
-    assert profile(n1=[1.0] * 3, n4=[1.5] * 3, n8=[40.0, 60.0]).estimates([1, 4, 8])[2] == (pytest.approx(1.575), 3.0)
-
-
-def test_the_more_steps_are_outliers_the_more_samples_are_needed():
-    times = {outliers: Profile() for outliers in (0, 4)}
-    for outliers, one in times.items():
-        for step in range(60):
-            one.observe(1, 20.0 if step % 10 in range(6, 6 + outliers) else 1.0)
-    assert times[0].settled == 2
-    assert 6 <= times[4].settled <= 12
-    assert times[4].estimates([1]) == [(1.0, 1.0)]
-
-
 def test_a_machine_that_gets_slower_does_not_change_how_sizes_compare():
     times, slow = Profile(), 1.0
     for step in range(400):
@@ -65,31 +51,6 @@ def test_a_machine_that_gets_slower_does_not_change_how_sizes_compare():
         times.observe(*((1, slow) if step % 40 in (0, 1, 2) else (8, 1.5 * slow)))
     (plain, _), (tree, _) = times.estimates([1, 8])
     assert tree / plain == pytest.approx(1.5, rel=0.02)
-
-
-def test_a_step_that_is_faster_than_usual_says_nothing_about_other_sizes():
-    times = Profile()
-    for nodes, seconds in [(1, 1.0)] * 3 + [(4, 40.0)] * 3 + [(4, 1.2), (8, 1.3)]:  # 4 was timed by outliers only
-        times.observe(nodes, seconds)
-    assert times.kept()[8] == [1.3]
-
-
-def test_another_cache_size_starts_from_the_nearest_one():
-    times = StepTimes()
-    for nodes, seconds in ((1, 1.0), (16, 2.0)):
-        for _ in range(3):
-            times.profile(2, 1024).add(nodes, seconds)
-            times.profile(2, 65536).add(nodes, seconds * 7)
-    longer = times.profile(2, 2048)
-    assert longer.estimates([1, 16]) == [(1.0, 1.0), (2.0, 2.0)]
-    assert longer.kept() == {}
-    for _ in range(4):
-        longer.observe(1, 1.5)
-        longer.observe(16, 3.3)
-    (plain, _), (tree, _) = longer.estimates([1, 16])
-    assert tree / plain == pytest.approx(2.2, rel=0.1)
-    assert times.profile(4, 1024).estimates([1, 16]) == []
-    assert times.profile(2, 2048) is longer
 
 
 def test_times_round_trip_and_are_refused_for_another_device_or_model():
@@ -115,21 +76,11 @@ ENTRY = {"batch": 1, "rows": 0, "nodes": 4, "seconds": [0.1]}
     ("entries", "words"),
     [
         (None, "step_times: expected a list, got NoneType"),
-        ([3], "got 3"),
-        ([ENTRY | {"seconds": 0.1}], "a list of seconds"),
         ([ENTRY | {"seconds": [0.1, -1.0]}], "expected seconds above 0, got -1.0"),
-        ([ENTRY | {"seconds": ["1"]}], "expected seconds above 0, got '1'"),
         ([ENTRY | {"nodes": 0}], "expected nodes of at least 1, got 0"),
-        ([ENTRY | {"batch": 1.5}], "expected batch of at least 1, got 1.5"),
     ],
 )
 def test_damaged_files_are_refused(entries, words):
     text = json.dumps({"device": "d", "model": "m", "step_times": entries})
     with pytest.raises(ValueError, match=words):
-        StepTimes.from_json(text, device="d", model="m")
-
-
-@pytest.mark.parametrize("text", ["{", "[]"])
-def test_files_without_a_json_object_are_refused(text):
-    with pytest.raises(ValueError, match="step times: expected"):
         StepTimes.from_json(text, device="d", model="m")
