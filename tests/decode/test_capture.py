@@ -111,23 +111,3 @@ def test_everything_captured_has_run_before_on_the_same_stream(fake_cuda, make):
     lm_head = [name for name, shapes, _ in operations.captured if (32, 11) in shapes or (11, 32) in shapes]
     assert lm_head, "the projection to the vocabulary is captured"
     assert operations.captured - operations.before == set()
-
-
-def test_the_host_is_asked_once_for_each_step(fake_cuda):
-    """Neither the warm-up nor the capture shows the caller's processors a token."""
-    model, [prompt] = tiny(), prompts(1, [7])
-    seen = []
-
-    def processor(text, scores):
-        seen.append(text.shape[1])
-        return scores
-
-    with MedusaModel(model) as medusa, torch.no_grad():
-        eager = medusa._steps.get(Tree([]), "eager")
-        selector, limits = LogitsProcessors([prompt], [[processor]], [20], []), Limits([20], [0], [99])
-        state = medusa._steps.pool.acquire(Sizes([7], 20), 60)
-        prefill(medusa.backbone, [prompt], state, selector, limits)
-        step = CapturedStep(eager, 1)
-        for _ in range(3):
-            step(state, selector, limits)
-    assert seen == [7, 8, 9, 10]

@@ -4,20 +4,18 @@ import functools
 import importlib
 import itertools
 import json
-import logging
-import os
 import re
 from dataclasses import replace
 
 import pytest
 import torch
-from models import FAMILIES, heads_for, prompts, tiny, transformers_greedy
+from models import heads_for, prompts, tiny, transformers_greedy
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation import logits_process as lp
 
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.backbone.backbone import Backbone
-from medusa_decoding.backbone.kv_cache import TreeCache, bucket, reusable_rows
+from medusa_decoding.backbone.kv_cache import TreeCache, bucket
 from medusa_decoding.decode.limits import Limits
 from medusa_decoding.decode.loop import decode_step
 from medusa_decoding.decode.prefill import prefill
@@ -116,8 +114,6 @@ def peak_of(run, path):
 
 SHAPES = {
     "wide MLP": {"hidden_size": 32, "intermediate_size": 512},
-    "narrow MLP": {"hidden_size": 128, "num_attention_heads": 16, "intermediate_size": 64},
-    "many KV heads": {"hidden_size": 64, "num_attention_heads": 8, "num_key_value_heads": 8},
     "window": {"hidden_size": 64, "num_attention_heads": 8, "sliding_window": 700},
     "large vocabulary": {"hidden_size": 32, "vocab_size": 4096},
 }
@@ -185,15 +181,8 @@ STAT = "anon 1\ninactive_file 7000\nactive_file 500\ntotal_inactive_file 3000\n"
 HOSTS = {
     # the process's control groups, their files, and what is left if the kernel reports 80 kB
     "no groups": ("", {}, 80 * 1024),
-    "version 2": ("0::/a/b\n", v2("a/b/", "50000", "20000"), 30000),
     "version 2, files to give up": ("0::/a\n", v2("a/", "50000", "20000") | {"a/memory.stat": STAT}, 37000),
-    "version 2, a limit above": ("0::/a/b\n", v2("a/b/", "max", "20000") | v2("a/", "40000", "39000"), 1000),
-    "version 2, the host's path in a container": ("0::/host/path\n", v2("", "40000", "15000"), 25000),
-    "version 2, no limit": ("0::/a\n", v2("a/", "max", "20000"), 80 * 1024),
-    "version 2, over the limit": ("0::/\n", v2("", "4000", "5000"), 0),
-    "version 1": (V1_GROUPS, v1("a/", "60000", "20000") | {"memory/a/memory.stat": STAT}, 43000),
     "version 1, a limit above": (V1_GROUPS, v1("a/", "60000", "2") | v1("", "700", "200"), 500),
-    "version 1, no limit": (V1_GROUPS, v1("a/", "9223372036854771712", "20000"), 80 * 1024),
 }
 
 
@@ -206,23 +195,6 @@ def test_free_host_memory_is_limited_by_control_groups(tmp_path, groups, files, 
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert memory.host_memory(tmp_path / "proc", tmp_path / "groups") == expected
-
-
-def test_unknown_host_memory_is_none(tmp_path):
-    assert memory.host_memory(tmp_path, tmp_path) is None
-    assert memory.available(torch.device("meta")) is None
-
-
-def test_this_host_reports_free_memory():
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert 0 < memory.available(torch.device("cpu")) <= total
-
-
-def test_free_gpu_memory_includes_what_the_allocator_holds_unused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (500, 9000))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 70)
-    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 30)
-    assert memory.available(torch.device("cuda")) == 540
 
 
 # Refusals, and freeing cached states to make room
@@ -261,14 +233,6 @@ def figure(pattern, error):
     return int(re.search(pattern, str(error.value)).group(1).replace(",", ""))
 
 
-def test_memory_is_estimated_before_it_is_allocated(backbone, monkeypatch, caplog):
-    monkeypatch.setattr(TreeCache, "allocate", lambda **_: 1 / 0)
-    with caplog.at_level(logging.INFO, "medusa_decoding"), pytest.raises(ZeroDivisionError):
-        StatePool(backbone, keep=0).acquire(Sizes([5], 10), 5000)
-    assert caplog.messages == [f"memory: {memory.memory_use(backbone, Sizes([5], 10), 5000)}"]
-    assert "cache 1.2 MiB (1 x 5,120 rows)" in caplog.text
-
-
 def test_a_request_that_does_not_fit_is_refused_with_one_that_would(backbone, room, nothing_made):
     use = memory.memory_use(backbone, Sizes([5, 3], 100), 50_000)
     room.free = use.total - 1
@@ -285,24 +249,6 @@ def test_a_request_that_does_not_fit_is_refused_with_one_that_would(backbone, ro
     room.free = 10
     with pytest.raises(MemoryError, match="0 would fit"):
         StatePool(backbone, keep=0).acquire(Sizes([5, 3], 100), 50_000)
-
-
-def test_a_request_that_just_fits_is_served(backbone, room):
-    room.free = memory.memory_use(backbone, Sizes([5, 3], 100), 500).total
-    assert StatePool(backbone, keep=0).acquire(Sizes([5, 3], 100), 500).cache.capacity == 512
-    room.free = None  # if free memory is unknown, nothing is refused
-    StatePool(backbone, keep=0).acquire(Sizes([5, 3], 100), 500)
-
-
-def test_small_generations_do_not_query_free_memory(backbone, monkeypatch):
-    monkeypatch.setattr(pools, "available", lambda device: 1 / 0)
-    pool = StatePool(backbone, keep=0)
-    assert memory.memory_use(backbone, Sizes([5], 10), 150_000).total < memory.UNCHECKED == 64 * 2**20
-    pool.acquire(Sizes([5], 10), pool.first_capacity(Sizes([5], 9000, spare=10), 100))
-    with pytest.raises(ZeroDivisionError):
-        pool.acquire(Sizes([5], 10), 300_000)
-    with pytest.raises(ZeroDivisionError):
-        pool.first_capacity(Sizes([5], 300_000, spare=10), 100)
 
 
 def test_cached_states_are_dropped_before_a_request_is_refused(backbone, room):
@@ -335,15 +281,6 @@ def test_cached_states_are_dropped_before_a_request_is_refused(backbone, room):
     assert pool.first_capacity(sizes, 20, held=states[1]) == 2000
 
 
-def test_a_cached_state_of_the_same_shape_needs_no_more_memory(backbone, room):
-    pool = StatePool(backbone, keep=1)
-    room.free = 10**9
-    state = pool.acquire(Sizes([5], 10), 100)
-    pool.release(state)
-    room.free = 0
-    assert pool.acquire(Sizes([7], 10), 110) is state
-
-
 def test_the_first_cache_is_as_small_as_growth_allows(backbone, room):
     """Small and growing if the last move fits, full size if only the last cache does, refused if neither does."""
     pool, sizes = StatePool(backbone, keep=0), Sizes([40, 3000], 7000, spare=70)
@@ -367,33 +304,7 @@ def test_the_first_cache_is_as_small_as_growth_allows(backbone, room):
     assert pool.first_capacity(sizes, 1024) == 3000 + 1024 + 70
 
 
-def test_a_refused_generation_leaves_the_model_usable(room):
-    model = tiny()
-    [row] = prompts(1, [9])
-    with MedusaModel(model, heads_for(model), Tree.chain(2)) as medusa:
-        with pytest.raises(MemoryError, match="would fit"):
-            medusa.generate(row[None], max_new_tokens=12)
-        assert room.asked
-        room.free = 10**9
-        output = medusa.generate(row[None], max_new_tokens=12)
-    assert output.sequences[0, 9:].tolist() == transformers_greedy(model, row, 12)
-
-
 # A cache for a second turn
-
-
-def test_rotary_tables_agree_up_to_the_first_difference():
-    generator = torch.Generator().manual_seed(0)
-    cos, sin = torch.randn(2, 3, 20, 4, generator=generator)
-    assert reusable_rows((cos, sin), (cos.clone(), sin.clone())) == 20
-    assert reusable_rows((cos, sin), (cos[:, :15], sin[:, :15])) == 15
-    other = sin.clone()
-    other[2, 7, 3] += 1
-    other[1, 9, 0] += 1
-    assert reusable_rows((cos, sin), (cos, other)) == 7
-    assert reusable_rows((cos, other), (cos, sin)) == 7
-    assert reusable_rows((cos[0], sin[0]), (cos[0].expand(3, -1, -1), sin[0].expand(3, -1, -1))) == 20
-    assert reusable_rows((cos[0], sin[0]), (cos[0].expand(3, -1, -1), torch.stack([sin[0], other[0], other[2]]))) == 0
 
 
 def filled(state, lengths):
@@ -416,20 +327,6 @@ def test_a_state_that_is_large_enough_is_reused(backbone):
     assert int(state.count.sum()) == int(state.cache.lengths.sum()) == 0
     assert state.captured, "what was captured over these tensors is still right"
     assert pool._idle == []
-
-
-def test_a_larger_budget_alone_does_not_move_the_cache(backbone):
-    pool = StatePool(backbone, keep=1)
-    state = pool.acquire(Sizes([5, 9], 40), 400)
-    kv = filled(state, [30, 44])
-    wider, usable = pool.enlarge(state, Sizes([60, 50], 300), 384)
-    assert wider is not state
-    assert wider.cache is state.cache
-    assert wider.output.shape[1] > 300
-    assert wider.captured == {}
-    assert usable == 30
-    assert torch.equal(wider.cache.kv, kv)
-    assert pool._idle == [], "the old state shares the cache and must not be reused"
 
 
 def test_a_larger_cache_copies_keys_and_values(backbone):
@@ -475,35 +372,11 @@ def test_a_larger_cache_may_reuse_the_memory_of_the_old_one(backbone, room):
     assert pool._idle == []
 
 
-def test_a_state_that_is_not_cached_is_freed_despite_other_references(backbone):
-    pool = StatePool(backbone, keep=0)
-    state = pool.acquire(Sizes([5], 40), 100)
-    filled(state, [30])
-    assert pool.enlarge(state, Sizes([60], 40), 200)[1] == 30
-    assert state.cache.nbytes == 0
-
-
-def test_another_batch_is_refused(backbone):
-    pool = StatePool(backbone, keep=0)
-    with pytest.raises(ValueError, match="prompt_lengths: expected 2 rows, got 3"):
-        pool.enlarge(pool.acquire(Sizes([5, 9], 40), 100), Sizes([5, 9, 3], 40), 100)
-
-
-def test_a_model_of_another_dtype_reuses_nothing(backbone):
-    pool = StatePool(backbone, keep=0)
-    state = pool.acquire(Sizes([5], 40), 100)
-    filled(state, [30])
-    backbone.causal_lm.double()
-    other, usable = pool.enlarge(state, Sizes([40], 40), 100)
-    assert other.cache.kv.dtype == torch.float64
-    assert usable == 0
-
-
 @pytest.mark.parametrize(
     ("first", "second", "usable"),
     [
-        *(([5], [12], 12), ([5], [40], 1), ([30], [30], 30), ([30], [31], 1)),
-        *(([5, 6], [14, 15], 12), ([5, 6], [14, 40], 1), ([6, 6], [14, 15], 12), ([5, 6], [14, 14], 12)),
+        *(([5], [12], 12), ([30], [30], 30), ([30], [31], 1)),
+        *(([5, 6], [14, 40], 1), ([6, 6], [14, 15], 12), ([5, 6], [14, 14], 12)),
     ],
 )
 def test_tables_of_dynamic_scaling_follow_the_prompt(first, second, usable):
@@ -524,8 +397,8 @@ def test_tables_of_dynamic_scaling_follow_the_prompt(first, second, usable):
     assert bool(state.captured) == (backbone.rope(first, 64)[0].shape == exact[0].shape), "captured over other tables"
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, "window", "dynamic"])
-@pytest.mark.parametrize("rows", [[100, 100, 100], [30, 60, 100], [30, 100, 200]], ids=["stays", "once", "twice"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "window", "dynamic"])
+@pytest.mark.parametrize("rows", [[100, 100, 100], [30, 100, 200]], ids=["stays", "twice"])
 def test_three_turns_in_one_cache(family, rows):
     overrides = {"window": {"sliding_window": 9}, "dynamic": DYNAMIC}.get(family, {})
     kind = {"window": "mistral", "dynamic": "llama"}.get(family, family)

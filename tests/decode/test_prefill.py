@@ -43,15 +43,12 @@ def rope(kind, **more):
 
 
 YARN = rope("yarn", factor=4.0, original_max_position_embeddings=8)
-LLAMA3 = rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8)
 VARIANTS = {
     **{family: (family, {}) for family in FAMILIES},
-    **{f"mistral window {size}": ("mistral", {"sliding_window": size}) for size in (2, 4, 7, 23)},
-    **{f"qwen2 window {size} in some layers": ("qwen2", window(size)) for size in (3, 9)},
-    "multi-head": ("llama", {"num_key_value_heads": 4}),
+    **{f"mistral window {size}": ("mistral", {"sliding_window": size}) for size in (4, 23)},
+    "qwen2 window 9 in some layers": ("qwen2", window(9)),
     "multi-query": ("llama", {"num_key_value_heads": 1}),
     "yarn rope": ("qwen3", YARN),
-    "llama3 rope": ("llama", LLAMA3),
     "dynamic rope": ("llama", {"max_position_embeddings": 8, **rope("dynamic", factor=4.0)}),
 }
 variants = pytest.mark.parametrize(("family", "overrides"), VARIANTS.values(), ids=VARIANTS.keys())
@@ -240,7 +237,6 @@ def test_the_last_layer_runs_for_the_last_tokens_alone(family, overrides, monkey
         (torch.float32, True, 3, 43, [(3, 43, "modules")]),
         (torch.float32, True, 1, 1010, [(1, 1000, "modules"), (1, 10, "nodes")]),
         (torch.bfloat16, True, 1, 130, [(1, 130, "modules")]),
-        (torch.bfloat16, False, 1, 130, [(1, 128, "nodes"), (1, 2, "nodes")]),
         (torch.bfloat16, False, 3, 130, [(3, 42, "nodes")] * 3 + [(3, 4, "nodes")]),
         (torch.bfloat16, False, 129, 8, [(129, 7, "modules"), (129, 1, "modules")]),
     ],
@@ -265,18 +261,7 @@ def test_few_tokens_run_as_nodes(dtype, supported, rows, tokens, passes, monkeyp
     assert seen == passes
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_prompts_of_two_ancestor_words_continue_as_transformers_does(family):
-    """The longest that run as nodes, and one more."""
-    for tokens in (65, 128, 129):
-        model, [prompt] = tiny(family, max_position_embeddings=512), prompts(1, [tokens], seed=tokens)
-        expected = transformers_greedy(model, prompt, 12)
-        with MedusaModel(model) as medusa:
-            got = medusa.generate(prompt[None], attention_mask=torch.ones(1, tokens), max_new_tokens=12)
-        assert got.sequences[0, tokens:].tolist() == expected
-
-
-@pytest.mark.parametrize("name", ["mlp", "self_attn.k_proj", "", "subclass"])
+@pytest.mark.parametrize("name", ["self_attn.k_proj", "", "subclass"])
 def test_hooks_and_other_classes_of_the_last_layer_see_every_token(name):
     rows, seen = prompts(3, [7, 2, 6]), []
     model = tiny()
@@ -299,9 +284,7 @@ def test_hooks_and_other_classes_of_the_last_layer_see_every_token(name):
 
 
 # With dynamic scaling, keys of another length have other frequencies: see test_memory.py.
-@pytest.mark.parametrize(
-    "name", ["qwen3", "mistral window 4", "qwen2 window 9 in some layers", "multi-query", "yarn rope"]
-)
+@pytest.mark.parametrize("name", ["qwen3", "mistral window 4", "multi-query"])
 @pytest.mark.parametrize("reuse", [1, 5])
 def test_only_new_tokens_run_through_the_model(name, reuse, way, monkeypatch):
     (family, overrides), lengths, batches, states = VARIANTS[name], [6, 17, 9], [], []
@@ -355,7 +338,7 @@ def test_a_second_turn_continues_in_the_cache(family, way):
         assert texts.tolist() == [transformers_greedy(model, row, NEW) for row in prompted]
 
 
-@pytest.mark.parametrize("reuse", [-1, 4, 5])
+@pytest.mark.parametrize("reuse", [-1, 4])
 def test_reuse_leaves_at_least_one_token_per_row_to_run(reuse):
     with MedusaModel(tiny()) as medusa, torch.no_grad():
         state = acquire(medusa, [4, 9])
@@ -383,8 +366,8 @@ def brute_force(q, keys, values, offset, scale, window):
     "attend", [prefill_attention._prefill_by_mask, prefill_attention._prefill_by_chains], ids=["mask", "chains"]
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("size", [None, 1, 40, 300, 5000])
-@pytest.mark.parametrize(("length", "offset"), [(1, 1), (600, 37), (17, 500), (256, 64), (257, 1), (600, 0)])
+@pytest.mark.parametrize("size", [None, 40, 300])
+@pytest.mark.parametrize(("length", "offset"), [(1, 1), (600, 37), (257, 1), (600, 0)])
 def test_attention_after_a_prefix_equals_fp64(attend, dtype, size, length, offset):
     """Windows smaller and larger than the chunk, chunks of several pieces; at most twice PyTorch's error."""
     generator = torch.Generator().manual_seed(length)
@@ -403,20 +386,6 @@ def test_attention_after_a_prefix_equals_fp64(attend, dtype, size, length, offse
     assert error <= 2 * bound + torch.finfo(dtype).eps * exact.abs().max()
 
 
-def test_pieces_after_a_prefix_are_given_the_filled_rows(monkeypatch):
-    """A GPU divides the work for the rows that it is given, here 600 of a cache of 4,096."""
-    seen = []
-
-    def attend(q, k, v, lens, ancestors, **kwargs):
-        seen.append((k.shape[2], v.shape[2]))
-        return tree_attention(q, k, v, lens, ancestors, **kwargs)
-
-    monkeypatch.setattr(prefill_attention, "tree_attention", attend)
-    q, cache = torch.randn(1, 500, 2, 8), torch.randn(2, 1, 1, 4096, 8)
-    prefill_attention._prefill_by_chains(q, *cache, torch.tensor([100], dtype=torch.int32), 100, 0.3, None)
-    assert seen == [(356, 356), (600, 600)]
-
-
 def with_lse(*args, **kwargs):
     return flash_attn_func(*args, **kwargs), torch.empty(0)
 
@@ -424,10 +393,6 @@ def with_lse(*args, **kwargs):
 def upper_left(q, k, v, **kwargs):
     """As before flash-attn 2.1: the first query is at the position of the first key."""
     return flash_attn_func(q, k[:, : q.shape[1]], v[:, : q.shape[1]], **kwargs)
-
-
-def without_windows(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False):
-    return flash_attn_func(q, k, v, dropout_p, softmax_scale, causal)
 
 
 def window_less_one(q, k, v, *, window_size, **kwargs):
@@ -466,14 +431,14 @@ def flash(request, monkeypatch, fresh):
 
 @pytest.mark.usefixtures("flash")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("length", "offset"), [(1, 1), (200, 37), (17, 300), (129, 1), (200, 0), (1, 0)])
+@pytest.mark.parametrize(("length", "offset"), [(1, 1), (200, 37), (200, 0)])
 def test_flash_kernels_attend_over_the_cache(dtype, length, offset):
     """First and later chunks, windows, grouped heads, over caches that have other layers' rows between their own."""
     generator = torch.Generator().manual_seed(length)
     draw = functools.partial(torch.randn, generator=generator)
     q = draw(2, length, 6, 16).to(dtype)
     lens = torch.full((2,), offset, dtype=torch.int32)
-    for kv_heads, size in ((1, None), (2, 1), (6, 40), (2, 200), (1, 5000), (6, None)):
+    for kv_heads, size in ((1, None), (2, 1), (6, 40)):
         cache = draw(3, 2, 2, kv_heads, offset + length + 9, 16).to(dtype)
         k, v = cache[1]
         k[:, :, offset + length :] = v[:, :, offset + length :] = torch.nan
@@ -492,23 +457,16 @@ def test_flash_kernels_attend_over_the_cache(dtype, length, offset):
 
 BROKEN = {
     "not there": ({"flash_attn": None}, "ModuleNotFoundError: "),
-    "undefined symbol": ({}, "ImportError: flash_attn_2_cuda.so: undefined symbol: _ZN3c105ErrorC2E"),
-    "without the function": ({"flash_attn": {}}, "AttributeError: .*flash_attn_func"),
     "aligned at the upper left": ({"flash_attn": {"flash_attn_func": upper_left}}, "RuntimeError: wrong by"),
-    "no windows": ({"flash_attn": {"flash_attn_func": without_windows}}, "TypeError: .*window_size"),
     "another window": ({"flash_attn": {"flash_attn_func": window_less_one}}, "wrong by .* with a window"),
 }
 
 
 @pytest.mark.usefixtures("fresh")
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_flash_attn_that_does_not_work_is_named_and_passed_over(name, monkeypatch, tmp_path, caplog):
+def test_a_flash_attn_that_does_not_work_is_named_and_passed_over(name, monkeypatch, caplog):
     packages, why = BROKEN[name]
     monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
-    if name == "undefined symbol":
-        message = "flash_attn_2_cuda.so: undefined symbol: _ZN3c105ErrorC2E"
-        (tmp_path / "flash_attn.py").write_text(f"raise ImportError({message!r})")
-        monkeypatch.syspath_prepend(tmp_path)
     for package, functions in packages.items():
         if functions is None:
             monkeypatch.setitem(sys.modules, package, None)
@@ -539,21 +497,6 @@ def test_the_best_kernel_that_works_serves(monkeypatch):
     assert served.name == "flash-attn 2"
     assert served.reason == "right on a small case"
     assert doctor.prefill("cpu") == {"implementation": "flash-attn 2", "reason": served.reason}
-
-
-def test_flash_kernels_are_for_16_bits_on_a_gpu_and_may_be_switched_off(monkeypatch):
-    asked = []
-    monkeypatch.setattr(prefill_attention, "served_by", lambda *key: asked.append(key) or SimpleNamespace(flash=1))
-
-    def serves(dtype, is_cuda=True):
-        q = SimpleNamespace(is_cuda=is_cuda, dtype=dtype, device="cuda:0", shape=(1, 5, 4, 128))
-        return prefill_attention.flash_kernel(q)
-
-    assert serves(torch.bfloat16) == serves(torch.float16) == 1
-    assert asked == [("cuda:0", torch.bfloat16, 128), ("cuda:0", torch.float16, 128)]
-    assert serves(torch.float32) is serves(torch.bfloat16, is_cuda=False) is None
-    monkeypatch.setattr(prefill_attention, "FLASH_PREFILL", False)
-    assert serves(torch.bfloat16) is None
 
 
 def test_what_pytorchs_flash_kernel_is_called_with():
@@ -614,8 +557,7 @@ def test_a_prompt_of_several_chunks_equals_transformers():
     assert output.sequences[:, ids.shape[1] :].tolist() == expected
 
 
-@pytest.mark.parametrize("size", [None, 300])
-def test_a_tree_after_more_than_131_072_rows(size):
+def test_a_tree_after_more_than_131_072_rows():
     """A full context and the spare rows after it, which a bucket rounds up to 147,456."""
     rows, nodes, length = 131_072 + 400, 20, 131_072 + 311
     generator = torch.Generator().manual_seed(0)
@@ -623,8 +565,8 @@ def test_a_tree_after_more_than_131_072_rows(size):
     k, v = torch.randn(2, 1, 1, rows, 16, generator=generator)
     chain = ancestor_words(torch.ones(nodes, nodes, dtype=torch.bool).tril())
     lens = torch.tensor([length], dtype=torch.int32)
-    got = tree_attention(q, k, v, lens, chain, scale=0.3, window=size)
-    exact = brute_force(q, k, v, length, 0.3, size)
+    got = tree_attention(q, k, v, lens, chain, scale=0.3, window=300)
+    exact = brute_force(q, k, v, length, 0.3, 300)
     torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-6)
 
 

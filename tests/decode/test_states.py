@@ -11,8 +11,6 @@ from peft import LoraConfig, get_peft_model
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.backbone import kv_cache
 from medusa_decoding.decode.runtime import progress
-from medusa_decoding.decode.runtime import state_pool as pools
-from medusa_decoding.decode.runtime import steps as steps_module
 from medusa_decoding.decode.runtime.memory import Sizes
 from medusa_decoding.decode.runtime.state_pool import StatePool
 from medusa_decoding.serving.slots import Slots
@@ -67,26 +65,6 @@ def test_the_pool_keeps_no_acquired_state_alive(medusa):
     state = weakref.ref(pool.acquire(Sizes([5], 10), 60))
     gc.collect()
     assert state() is None
-
-
-def test_cached_states_are_dropped_to_make_room(medusa, monkeypatch):
-    pool = StatePool(medusa.backbone, keep=2)
-    pool.release(pool.acquire(Sizes([5], 10), 60))
-    allocate = pools.TreeCache.allocate
-    idle = []
-
-    def full_once(**given):
-        idle.append(len(pool._idle))
-        if pool._idle:
-            raise MemoryError("full")
-        return allocate(**given)
-
-    monkeypatch.setattr("medusa_decoding.decode.runtime.state_pool.TreeCache.allocate", full_once)
-    assert pool.acquire(Sizes([5], 10), 200).cache.capacity == 256
-    assert idle == [1, 0]
-    monkeypatch.setattr("medusa_decoding.decode.runtime.state_pool.TreeCache.allocate", lambda **_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        pool.acquire(Sizes([5], 10), 999)
 
 
 def test_rows_of_a_cache_have_counters_of_their_own(medusa, monkeypatch):
@@ -166,16 +144,6 @@ def test_models_and_calls_of_inference_mode(medusa):
         with MedusaModel(model, heads_for(model), Tree.chain(2)) as loaded:
             assert loaded._steps.fingerprint()
             assert loaded.generate(row[None].clone(), max_new_tokens=12).sequences[0, 9:].tolist() == expected
-
-
-def test_only_recent_steps_are_kept(medusa, monkeypatch):
-    monkeypatch.setattr(steps_module, "KEPT_STEPS", 2)
-    trees = [Tree([]), Tree.chain(1), Tree.chain(2)]
-    steps = [medusa._steps.get(tree, "eager") for tree in trees[:2]]
-    assert medusa._steps.get(trees[0], "eager") is steps[0]
-    medusa._steps.get(trees[2], "eager")
-    assert medusa._steps.get(trees[0], "eager") is steps[0]
-    assert medusa._steps.get(trees[1], "eager") is not steps[1]
 
 
 @pytest.mark.parametrize(("length", "new"), [(27, 1), (40, 20), (20, 40)])
