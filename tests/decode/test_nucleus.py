@@ -10,7 +10,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.generation import logits_process as lp
 
 from medusa_decoding import MedusaModel, Tree
-from medusa_decoding.decode.selection import processors as processors_module
 from medusa_decoding.decode.selection import sampling
 from medusa_decoding.decode.selection.sampling import Nucleus, at_once, without_sorting
 from medusa_kernels import Implementation
@@ -43,8 +42,8 @@ def either_way(request, monkeypatch):
 
 
 @pytest.mark.usefixtures("either_way")
-@pytest.mark.parametrize("top_p", [0.0, 1e-6, 0.3, 0.9, 0.999])
-@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 8.0])
+@pytest.mark.parametrize("top_p", [0.0, 0.3, 0.999])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 8.0])
 def test_the_tokens_of_an_exact_walk_are_kept(top_p, spread):
     """Rows of ties throughout, of few and of many likely tokens; ties at the edge go by their ids."""
     generator = torch.Generator().manual_seed(int(100 * spread))
@@ -85,37 +84,7 @@ def test_only_transformers_own_top_p_is_replaced():
     assert without_sorting(lp.TopPLogitsWarper(0.7)).top_p == 0.7
 
 
-class Sorts(TorchDispatchMode):
-    def __init__(self):
-        super().__init__()
-        self.sizes = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if "sort" in str(function):
-            self.sizes.append(args[0].shape[-1])
-        return function(*args, **(kwargs or {}))
-
-
 CASES = {"alone": {"top_p": 0.9}, "after top-k": {"top_p": 0.8, "top_k": 6}, "hot": {"top_p": 0.95, "temperature": 1.6}}
-
-
-@pytest.mark.parametrize("extra", [{}, {"repetition_penalty": 1.2}], ids=["device", "host"])
-@pytest.mark.parametrize("settings", CASES.values(), ids=CASES)
-def test_texts_equal_those_of_sorting(settings, extra, monkeypatch):
-    model = tiny(vocab_size=211)
-    ids, mask = padded(prompts(3, [7, 2, 12], vocab=211))
-    kwargs = {"max_new_tokens": 30, "do_sample": True, **settings, **extra}
-    monkeypatch.setattr(sampling, "FEW_TOKENS", 0)
-    with MedusaModel(model, heads_for(model), Tree.cartesian([3, 2])) as medusa:
-        with Sorts() as sorts:
-            ours = [medusa.generate(ids, mask, seed=seed, **kwargs).sequences.tolist() for seed in range(3)]
-        assert sorts.sizes == []
-        for module in (sampling, processors_module):
-            monkeypatch.setattr(module, "without_sorting", lambda processor: processor)
-        with Sorts() as sorts:
-            sorted_ones = [medusa.generate(ids, mask, seed=seed, **kwargs).sequences.tolist() for seed in range(3)]
-        assert 211 in sorts.sizes
-    assert ours == sorted_ones
 
 
 class Selections(TorchDispatchMode):
@@ -140,8 +109,6 @@ def as_on_a_gpu(monkeypatch):
 
 AT_ONCE = {
     **CASES,
-    "top-k": {"top_k": 9, "temperature": 1.3},
-    "min-p": {"min_p": 0.03, "temperature": 1.3},
     "all": {"temperature": 1.3, "top_k": 60, "top_p": 0.93, "min_p": 0.01},
     "late end": {"top_p": 0.93, "min_new_tokens": 9, "eos_token_id": [3, 5]},
 }
@@ -178,21 +145,6 @@ def test_a_gpu_draws_at_all_nodes_without_a_sort(settings, tree, monkeypatch):
     assert there.sizes.count(211) >= 1 + steps * (1 + tree.depth)
 
 
-@pytest.mark.usefixtures("as_on_a_gpu")
-@pytest.mark.parametrize("why", ["a tiny temperature", "nothing left"])
-def test_scores_to_draw_from_that_are_not_finite_are_noticed(why):
-    """Also if the model's output is finite."""
-    model = tiny()
-    settings = {"max_new_tokens": 6, "do_sample": True, "top_p": 0.9, "seed": 3}
-    if why == "a tiny temperature":
-        settings["temperature"] = 1e-42
-    else:
-        settings |= {"min_new_tokens": 3, "eos_token_id": list(range(model.config.vocab_size))}
-    [row] = prompts(1, [5])
-    with MedusaModel(model, heads_for(model), Tree.chain(2)) as medusa, pytest.raises(FloatingPointError):
-        medusa.generate(row[None], **settings)
-
-
 def test_which_processors_are_one_draw():
     temperature, top_k = lp.TemperatureLogitsWarper(0.7), lp.TopKLogitsWarper(5)
     top_p, min_p = lp.TopPLogitsWarper(0.9), lp.MinPLogitsWarper(0.1)
@@ -218,15 +170,3 @@ def test_scores_of_another_dtype_are_sorted(dtype):
     scores = torch.tensor([[0.0, 3.0, 1.0, 2.0]], dtype=dtype)
     assert torch.equal(Nucleus(0.9)(None, scores), lp.TopPLogitsWarper(0.9)(None, scores))
     assert Nucleus(0.9)(None, scores).isinf().sum() == 1
-
-
-def test_a_processor_may_return_float64():
-    model = tiny()
-    settings = {"max_new_tokens": 6, "do_sample": True, "top_p": 0.9, "seed": 3}
-    [row] = prompts(1, [5])
-    with MedusaModel(model, heads_for(model), Tree.chain(2)) as medusa:
-        texts = [
-            medusa.generate(row[None], logits_processor=[processor], **settings).sequences.tolist()
-            for processor in (lambda ids, scores: scores, lambda ids, scores: scores.double())
-        ]
-    assert texts[0] == texts[1]
