@@ -11,8 +11,6 @@ from transformers.generation.streamers import BaseStreamer
 
 from medusa_decoding import MedusaHeads, MedusaModel, Tree
 from medusa_decoding.backbone.attention_swap import TreeAttention
-from medusa_decoding.backbone.kv_cache import bucket
-from medusa_decoding.decode.policy import FixedTree
 from medusa_decoding.model import default_tree
 
 heads_module = importlib.import_module("medusa_decoding.heads")
@@ -43,19 +41,15 @@ IDS = torch.tensor([[1, 2, 3]])
     [
         (IDS[0], {}, r"input_ids: expected int64 \[B, T\]"),
         (IDS.float(), {}, "input_ids: expected int64"),
-        (IDS[:, :0], {}, "at least one row and one token"),
         (IDS[:0], {}, "at least one row and one token"),
         (torch.tensor([[1, VOCAB]]), {}, rf"ids in \[0, {VOCAB}\) in row 0, got 1 to {VOCAB}"),
-        (torch.tensor([[1, -1]]), {}, "got -1 to 1"),
         (IDS, {"attention_mask": torch.ones(1, 2)}, r"attention_mask: expected shape \[1, 3\], got \[1, 2\]"),
         (IDS, {"attention_mask": torch.tensor([[1, 0, 1]])}, "row 0 padded at one end only"),
-        (IDS, {"attention_mask": torch.tensor([[0, 1, 0]])}, "row 0 padded at one end only"),
         (IDS, {"attention_mask": torch.tensor([[0, 0, 0]])}, "at least one token in row 0"),
         (IDS, {"attention_mask": torch.tensor([[1, 2, 1]])}, "only 0 and 1"),
         (IDS, {"max_new_tokens": 0}, "max_new_tokens: expected at least 1, got 0"),
         (IDS, {"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens: expected 0 to 8"),
         (torch.ones(1, 96, dtype=torch.int64), {}, "fewer than 96 tokens .*, got 96"),
-        (torch.ones(1, 97, dtype=torch.int64), {"max_new_tokens": 1}, "fewer than 96 tokens .*, got 97"),
         (IDS, {"tree": Tree.chain(5)}, r"path \[0, 0, 0, 0, 0\] has depth 5, expected at most 4"),
         (IDS, {"tree": Tree([[VOCAB]])}, rf"path \[{VOCAB}\] has rank {VOCAB}, expected below {VOCAB}"),
         (IDS, {"tree": [[0]]}, r"tree: expected a Tree or 'auto', got \[\[0\]\]"),
@@ -66,53 +60,29 @@ IDS = torch.tensor([[1, 2, 3]])
         (IDS, {"acceptance": "typical", "posterior_threshold": 0.0}, "posterior_threshold: expected above 0"),
         (IDS, {"acceptance": "typical", "posterior_alpha": 1.0}, "posterior_alpha: expected above 0 and below 1"),
         (IDS, {"acceptance": "typical", "temperature": 0.0}, "temperature: expected above 0"),
-        (IDS, {"num_beams": 4}, "^num_beams: expected 1, got 4; .*no beam search"),
-        (IDS, {"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha: .*no contrastive search"),
-        (IDS, {"guidance_scale": 1.5}, "guidance_scale"),
-        (IDS, {"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens: .*another way of speculation"),
-        (IDS, {"output_attentions": True}, "output_attentions: expected False"),
         (IDS, {"max_new_token": 4}, "max_new_token: expected an argument of generate .*, got an unknown one"),
         (IDS, {"num_return_sequences": 2}, "num_return_sequences: expected 1 without do_sample=True"),
         (IDS, {"do_sample": True, "num_return_sequences": 0}, "num_return_sequences: expected at least 1, got 0"),
         (IDS, {"do_sample": True, "temperature": 0.0}, "temperature: expected above 0"),
-        (IDS, {"do_sample": True, "temperature": -1.0}, "temperature: expected above 0"),
         (IDS, {"do_sample": True, "top_p": 1.5}, "top_p: expected above 0 and at most 1, got 1.5"),
         (IDS, {"do_sample": True, "top_k": -1}, "top_k: expected at least 0, got -1"),
-        (IDS, {"do_sample": True, "top_k": 1.5}, "top_k: expected a whole number, got 1.5"),
         (IDS, {"do_sample": True, "min_p": 2.0}, "min_p: expected 0 to 1, got 2.0"),
         (IDS, {"typical_p": 0.5}, "typical_p: expected 1.0 without do_sample=True, got 0.5"),
-        (IDS, {"top_h": 0.5}, "top_h: expected None without do_sample=True, got 0.5"),
         (IDS, {"posterior_threshold": 0.2}, "posterior_threshold, posterior_alpha: expected 0.09 and 0.3 with"),
-        (IDS, {"cache_implementation": "quantized"}, "cache_implementation: expected .* neither .* got 'quantized'"),
         (IDS, {"generation_config": {"do_sample": True}}, "generation_config: expected a GenerationConfig"),
         (IDS, {"seed": 2**70}, "seed: expected a whole number of up to 64 bits"),
-        (IDS, {"top_p": 0.5}, "top_p: expected 1.0 without do_sample=True, got 0.5"),
         (IDS, {"stop_strings": "a"}, "tokenizer: expected the model's tokenizer with stop_strings"),
         (IDS, {"stop_strings": [""], "tokenizer": object()}, "stop_strings: expected one or more non-empty"),
         (IDS, {"max_new_tokens": 4.5}, "max_new_tokens: expected a whole number, got 4.5"),
-        (IDS, {"max_new_tokens": 2**31}, "max_new_tokens: expected below"),
-        (IDS, {"eos_token_id": 1.5}, "eos_token_id: expected whole numbers"),
         (IDS, {"eos_token_id": "a"}, "eos_token_id: expected token ids"),
         (IDS, {"temperature": 0.7}, "temperature: expected 1.0"),
-        (IDS, {"logits_processor": [None]}, "logits_processor: expected callables, got None"),
         (IDS, {"stopping_criteria": [3]}, "stopping_criteria: expected callables, got 3"),
-        (IDS, {"seed": 1.5}, "seed: expected a whole number"),
         (IDS.repeat(2, 1), {"streamer": BaseStreamer()}, "streamer: expected a batch of 1, got 2"),
     ],
 )
 def test_bad_arguments_are_refused_before_any_work(no_work, ids, kwargs, words):
     with pytest.raises(ValueError, match=words):
         no_work.generate(ids, **kwargs)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("num_beams", 2), ("penalty_alpha", 0.6), ("guidance_scale", 2.0), ("token_healing", True), ("use_mtp", True)],
-)
-def test_an_unsupported_generation_config_is_refused(no_work, name, value):
-    setattr(no_work.base.generation_config, name, value)
-    with pytest.raises(ValueError, match=rf"generation_config\.{name}: expected .*, got"):
-        no_work.generate(IDS)
 
 
 @pytest.mark.parametrize(
@@ -127,13 +97,7 @@ def test_lengths_of_the_generation_config_are_obeyed(medusa, config):
     assert medusa.generate(ids, mask).sequences.tolist() == expected.tolist()
 
 
-def test_a_prompt_as_long_as_max_length_is_refused(no_work):
-    no_work.base.generation_config.max_length = 3
-    with pytest.raises(ValueError, match="fewer than max_length = 3 tokens, got 3"):
-        no_work.generate(IDS)
-
-
-@pytest.mark.parametrize("eos", [torch.tensor(5), torch.tensor([5, 2]), np.int64(5), [VOCAB + 3], -1])
+@pytest.mark.parametrize("eos", [torch.tensor([5, 2]), np.int64(5), [VOCAB + 3]])
 def test_eos_is_accepted_in_every_form(medusa, eos):
     [row] = prompts(1, [6])
     listed = [token for token in np.atleast_1d(np.asarray(eos)).tolist() if 0 <= token < VOCAB]
@@ -194,7 +158,7 @@ def test_rows_that_end_early_stay_within_a_cache_without_slack(monkeypatch, tree
         assert output.sequences[:, 64:].tolist() == [text[:new] for text in expected]
 
 
-@pytest.mark.parametrize("scaling", ["linear", "dynamic", "yarn"])
+@pytest.mark.parametrize("scaling", ["dynamic", "yarn"])
 def test_scaled_rope_stretches_the_context_limit(scaling):
     rope = {"rope_type": scaling, "factor": 4.0, "rope_theta": 10000.0}
     if scaling == "yarn":
@@ -228,89 +192,6 @@ def test_a_refused_model_is_left_unpatched(build, words):
     assert not any(isinstance(module, TreeAttention) for module in model.modules())
 
 
-def test_an_interrupted_generation_leaves_the_model_usable(medusa):
-    class StopError(Exception):
-        pass
-
-    class Streamer:
-        seen = 0
-
-        def put(self, value):
-            self.seen += 1
-            if self.seen == 4:
-                raise StopError
-
-        def end(self):
-            pass
-
-    [row] = prompts(1, [6])
-    with pytest.raises(StopError):
-        medusa.generate(row[None], max_new_tokens=20, streamer=Streamer())
-    expected = transformers_greedy(medusa.base, row, 20)
-    assert medusa.generate(row[None], max_new_tokens=20).sequences[0, 6:].tolist() == expected
-
-
-def test_streamer_gets_prompt_then_every_token_in_order(medusa):
-    class Streamer:
-        def __init__(self):
-            self.values, self.ended = [], 0
-
-        def put(self, value):
-            self.values.append(value)
-
-        def end(self):
-            self.ended += 1
-
-    [row] = prompts(1, [6])
-    streamer = Streamer()
-    output = medusa.generate(row[None], max_new_tokens=17, streamer=streamer)
-    assert streamer.values[0].tolist() == [row.tolist()]
-    assert [v.tolist() for v in streamer.values[1:]] == [[t] for t in output.sequences[0, 6:].tolist()]
-    assert streamer.ended == 1
-
-
-def test_output_statistics_follow_from_the_text(medusa):
-    rows = prompts(4, [5, 2, 9, 4])
-    ids, mask = padded(rows)
-    output = medusa.generate(ids, mask, max_new_tokens=19)
-    assert output.sequences.dtype == torch.int64
-    assert output.sequences.shape == (4, ids.shape[1] + 19)
-    assert output.new_tokens == [19] * 4
-    assert all(0 <= a <= 2 for row in output.accept_lengths for a in row)
-    steps = sum(len(row) for row in output.accept_lengths)
-    assert output.steps == steps
-    assert output.tokens_per_step == pytest.approx(4 * 18 / steps)
-
-
-def test_neutral_values_of_arguments_are_allowed(medusa):
-    neutral = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "logits_processor": None, "stop_strings": None}
-    plain = medusa.generate(IDS, max_new_tokens=7).sequences
-    assert torch.equal(medusa.generate(IDS, max_new_tokens=7, **neutral).sequences, plain)
-
-
-def test_one_new_token_needs_no_step(medusa):
-    output = medusa.generate(IDS, max_new_tokens=1)
-    assert output.accept_lengths == [[]]
-    assert output.tokens_per_step != output.tokens_per_step
-
-
-def test_the_prompt_itself_is_not_changed(medusa):
-    ids, mask = padded(prompts(2, [3, 6]))
-    kept = ids.clone(), mask.clone()
-    medusa.generate(ids, mask, max_new_tokens=5)
-    assert torch.equal(ids, kept[0])
-    assert torch.equal(mask, kept[1])
-
-
-@pytest.mark.parametrize(
-    ("heads", "vocab", "nodes"), [(5, 32000, 64), (4, 11, 64), (1, 11, 6), (1, 3, 4), (7, 100, 64)]
-)
-def test_default_tree_fits_the_heads(heads, vocab, nodes):
-    tree = default_tree(MedusaHeads(8, vocab, heads))
-    assert tree.num_nodes == nodes
-    tree.check_fits(heads, vocab)
-
-
 def test_default_tree_of_a_published_checkpoint_is_its_own():
     heads = MedusaHeads(8, 100, 5)
     other = default_tree(heads)
@@ -334,32 +215,6 @@ def test_compiled_step_equals_eager(medusa, tmp_path, monkeypatch):
     assert output.steps < 3 * 19
 
 
-class RecordingPolicy(FixedTree):
-    """A policy of one fixed tree that records the times it is given."""
-
-    timed = True
-
-    def __init__(self, tree):
-        super().__init__(tree)
-        self.seconds = []
-
-    def observe(self, tree, seconds, committed):
-        self.seconds.append(seconds)
-
-
-def test_a_step_compiled_in_this_call_has_no_duration(medusa, monkeypatch):
-    monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    [row] = prompts(1, [9])
-    with MedusaModel(medusa.base, medusa.heads, Tree.chain(2), backend="compiled") as compiled:
-        for made_first in (True, False):
-            policy = RecordingPolicy(compiled.tree)
-            monkeypatch.setattr(compiled, "_policy", lambda *_, policy=policy: policy)
-            compiled.generate(row[None], max_new_tokens=12)
-            assert len(policy.seconds) > 2
-            assert (policy.seconds[0] is None) == made_first
-            assert all(seconds > 0 for seconds in policy.seconds[1:])
-
-
 def test_compiled_steps_use_changed_weights(medusa, monkeypatch):
     monkeypatch.setattr("torch.compile", functools.partial(torch.compile, backend="aot_eager"))
     [row] = prompts(1, [9])
@@ -373,14 +228,6 @@ def test_compiled_steps_use_changed_weights(medusa, monkeypatch):
         assert expected != before
         assert compiled.generate(row[None], max_new_tokens=16).sequences[0, 9:].tolist() == expected
         assert compiled._steps.get(compiled.tree, "compiled") is not step
-
-
-def test_unknown_backend_is_named(medusa):
-    with (
-        MedusaModel(medusa.base, medusa.heads, backend="cudagraph") as model,
-        pytest.raises(ValueError, match="'eager', 'compiled' or 'graph', got 'cudagraph'"),
-    ):
-        model.generate(IDS)
 
 
 def test_graphs_need_cuda(medusa):
@@ -426,13 +273,6 @@ def test_compiled_steps_of_many_shapes_and_trees(medusa, tmp_path, monkeypatch):
                 output = compiled.generate(row[None], max_new_tokens=new, eos_token_id=eos)
                 kwargs = {"eos_token_id": eos} if eos else {}
                 assert output.sequences[0, 9:].tolist() == transformers_greedy(medusa.base, row, new, **kwargs)
-
-
-@pytest.mark.parametrize(
-    ("size", "expected"), [(1, 64), (64, 64), (65, 96), (97, 128), (129, 192), (193, 256), (1000, 1024)]
-)
-def test_sizes_of_cache_buckets(size, expected):
-    assert bucket(size) == expected
 
 
 def test_seeds_of_64_bits_and_a_pad_token_without_a_mask(medusa, caplog):

@@ -57,11 +57,6 @@ def test_steps_end_where_the_output_says(case):
     assert [token for step in steps for token in step] == case[3]
 
 
-def test_plain_decoding_has_a_token_per_step(case):
-    steps, _ = stream(case, tree=Tree([]))
-    assert steps == [[token] for token in case[3]]
-
-
 def test_a_criterion_within_an_accepted_path_ends_the_last_step(case):
     steps, _ = stream(case)
     text = case[3]
