@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import math
 import types
 
 import pytest
@@ -13,12 +12,11 @@ from test_variants import MAP, variant
 from transformers.generation import logits_process as lp
 
 from medusa_decoding import MedusaModel, Tree
-from medusa_decoding.decode import loop
 from medusa_decoding.decode.arrange import arrange
 from medusa_decoding.decode.lookup import Text
 from medusa_decoding.decode.propose import propose
 from medusa_decoding.decode.tree_tensors import TreeTensors
-from medusa_decoding.heads import Children, DraftTokens
+from medusa_decoding.heads import DraftTokens
 
 NEW = 24
 TREES = {
@@ -49,9 +47,7 @@ def sorted_logprobs(*shape, seed=0, sharpness=2.0):
     return (torch.randn(shape, generator=generator) * sharpness).log_softmax(-1).sort(-1, descending=True).values
 
 
-@pytest.mark.parametrize(
-    ("nodes", "depth", "ranks"), [(2, 2, 2), (7, 3, 4), (12, 2, 9), (20, 3, 5), (20, 4, 3), (40, 3, 4)]
-)
+@pytest.mark.parametrize(("nodes", "depth", "ranks"), [(2, 2, 2), (12, 2, 9), (20, 4, 3)])
 def test_candidates_are_all_paths_that_can_be_among_the_likeliest(nodes, depth, ranks):
     """For each possible path, count the paths that no probabilities can make less likely than it."""
     every = [path for length in range(1, depth + 1) for path in itertools.product(range(ranks), repeat=length)]
@@ -66,9 +62,8 @@ def test_candidates_are_all_paths_that_can_be_among_the_likeliest(nodes, depth, 
     assert tree.depth == max(map(len, wanted))
 
 
-@pytest.mark.parametrize("sharpness", [0.05, 1.0, 4.0])
-@pytest.mark.parametrize("nodes", [2, 7, 24, 65])
-def test_the_kept_nodes_are_the_likeliest_of_all_candidates(nodes, sharpness):
+@pytest.mark.parametrize(("sharpness", "nodes"), [(0.05, 7), (1.0, 24), (4.0, 65)])
+def test_the_kept_nodes_are_the_likeliest_of_all_candidates(sharpness, nodes):
     """Compared with a sort of all paths, for every row."""
     depth, ranks, batch = 3, 8, 4
     logprobs = sorted_logprobs(batch, depth, ranks, seed=nodes, sharpness=sharpness)
@@ -86,25 +81,6 @@ def test_the_kept_nodes_are_the_likeliest_of_all_candidates(nodes, sharpness):
         assert shape.parents[row].tolist() == [-1, *(number[path[:-1]] for path in wanted)]
         assert shape.depths[row].tolist() == [0, *map(len, wanted)]
         assert shape.children()[row][0] == [number[path] for path in wanted if len(path) == 1]
-
-
-def test_confident_heads_get_a_deep_tree_and_unsure_ones_a_wide_tree():
-    sure, unsure = torch.tensor([0.97, 0.01, 0.01, 0.01]).log(), torch.tensor([0.28, 0.26, 0.24, 0.22]).log()
-    logprobs = torch.stack([sure.expand(3, 4), unsure.expand(3, 4)])
-    _, shape = arranged(Tree.dynamic(5, depth=3, top_k=4), logprobs)
-    assert shape.depths.tolist() == [[0, 1, 1, 2, 3], [0, 1, 1, 1, 1]]
-
-
-def test_children_have_the_probabilities_that_the_term_gives_them():
-    """For each parent: the softmax of the scores over the candidates, times the candidates' total probability."""
-    generator = torch.Generator().manual_seed(3)
-    logprobs = torch.randn(2, 3, 9, generator=generator).log_softmax(-1)[..., :6]
-    scores = torch.randn(2, 3, 6, 6, generator=generator)
-    ranked = scores.sort(-1, descending=True)
-    children = Children(torch.zeros(2, 3, 6).long(), ranked.indices[..., :4], logprobs, ranked.values)
-    together = logprobs.double().exp().sum(-1)
-    wanted = scores.double().softmax(-1).gather(-1, ranked.indices[..., :4]) * together[..., None, None]
-    torch.testing.assert_close(children.of_children().double().exp(), wanted, rtol=1e-5, atol=1e-7)
 
 
 def test_heads_that_depend_on_the_parent_are_weighed_given_that_parent():
@@ -206,71 +182,6 @@ def test_other_token_selections_write_what_plain_decoding_writes(way):
     assert_some_accepted(output)
 
 
-def test_typical_acceptance_takes_the_longest_path_that_passes(monkeypatch):
-    """Each step's tree is recorded, and the paper's rule is applied to it by hand."""
-    model = tiny()
-    [row] = prompts(1, [8])
-    seen = []
-    plain = loop.arrange
-
-    def watched(*args):
-        tokens, shape = plain(*args)
-        seen.append((tokens[0].tolist(), shape.parents[0].tolist()))
-        return tokens, shape
-
-    monkeypatch.setattr(loop, "arrange", watched)
-    with MedusaModel(model, heads_for(model), TREES["16 nodes"]) as medusa:
-        output = medusa.generate(row[None], max_new_tokens=20, acceptance="typical")
-    text, written = row.tolist(), output.sequences[0, len(row) :].tolist()
-    place = 1  # the prefill's token is the first root
-    for tokens, parents in seen:
-        best = (0, -math.inf, [0])
-        for node in range(len(tokens)):
-            path = [node]
-            while parents[path[0]] >= 0:
-                path.insert(0, parents[path[0]])
-            likelihood, passes = 0.0, True
-            for step, own in itertools.pairwise(path):
-                prefix = text + [tokens[n] for n in path[: path.index(step) + 1]]
-                with torch.no_grad():
-                    logprobs = model(torch.tensor([prefix])).logits[0, -1].double().log_softmax(-1)
-                entropy = float(-(logprobs.exp() * logprobs).sum())
-                own_logprob = float(logprobs[tokens[own]])
-                passes &= math.exp(own_logprob) > min(0.09, 0.3 * math.exp(-entropy))
-                likelihood += own_logprob
-            if passes and (len(path) - 1, likelihood) > best[:2]:
-                best = (len(path) - 1, likelihood, path)
-        accepted = [tokens[node] for node in best[2]]
-        text += accepted
-        new = [*accepted[1:], int(model(torch.tensor([text])).logits[0, -1].argmax())]
-        assert written[place : place + len(new)] == new[: len(written) - place]
-        place += len(new)
-    assert place >= len(written)
-    assert_some_accepted(output)
-
-
-def test_only_steps_of_a_dynamic_tree_depend_on_the_text(monkeypatch):
-    model = tiny()
-    [row] = prompts(1, [8])
-    plain = loop.arrange
-
-    def shapes_of(tree):
-        shapes = set()
-
-        def watched(*args):
-            tokens, shape = plain(*args)
-            shapes.add(tuple(shape.parents.flatten().tolist()))
-            return tokens, shape
-
-        monkeypatch.setattr(loop, "arrange", watched)
-        with MedusaModel(model, heads_for(model), tree) as medusa:
-            medusa.generate(row[None], max_new_tokens=NEW)
-        return shapes
-
-    assert len(shapes_of(TREES["16 nodes"])) > 3
-    assert len(shapes_of(Tree.cartesian([3, 2]))) == 1
-
-
 def test_copied_tokens_are_kept_next_to_the_likeliest_draft_tokens():
     """Three draft tokens of probability 1 in any precision, of which one is kept, and three copied tokens."""
     tree = Tree([[0], [0, 0], [0, 0, 0]], lookup=3, keep=2)
@@ -301,15 +212,6 @@ def test_the_root_alone_is_plain_decoding():
             output = medusa.generate(row[None], max_new_tokens=12)
         assert new_tokens(output, 6) == [expected]
         assert output.accept_lengths == [[0] * 11]
-
-
-def test_trees_are_checked_against_the_heads():
-    model = tiny()
-    with MedusaModel(model, heads_for(model, num_heads=2), Tree.chain(2)) as medusa:
-        with pytest.raises(ValueError, match="has depth 3, expected at most 2"):
-            medusa.generate(torch.tensor([[1, 2]]), max_new_tokens=4, tree=TREES["4 nodes"])
-        with pytest.raises(ValueError, match=r"has rank 1\d, expected below 11"):
-            medusa.generate(torch.tensor([[1, 2]]), max_new_tokens=4, tree=Tree.dynamic(64, depth=2, top_k=30))
 
 
 @pytest.mark.gpu
