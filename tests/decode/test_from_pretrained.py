@@ -1,7 +1,6 @@
 """MedusaModel.from_pretrained: heads with their base, an overriding base, which tree is used and why, refusals."""
 
 import json
-import logging
 import shutil
 
 import pytest
@@ -10,7 +9,7 @@ from models import VOCAB, heads_for, prompts, tiny, transformers_greedy
 
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.checkpoints import write_heads
-from medusa_decoding.generation.tree_choice import GIVEN, NO_HEADS, UNTUNED, TreeChoice, slow_quantisation
+from medusa_decoding.generation.tree_choice import GIVEN, UNTUNED, TreeChoice
 
 
 @pytest.fixture
@@ -57,16 +56,6 @@ def test_the_checkpoints_tree_is_a_candidate_and_may_be_overridden(folders):
         assert model.tree_choice(4, 1000) == TreeChoice(Tree.chain(3), GIVEN)
 
 
-def test_a_checkpoints_tree_replaces_the_one_of_its_size(folders):
-    stored = Tree.cartesian([1, 7])  # 9 nodes; the second head's ranks have no published accuracy from the sixth on
-    for tree, sizes in ((stored, [1, 4, 8, 9, 16, 32, 64]), (Tree.chain(3), [1, 4, 8, 16, 32, 64])):
-        tree.save(folders / "heads" / "medusa_tree.json")
-        with MedusaModel.from_pretrained(folders / "heads") as model:
-            trees = model._policy("auto").trees
-            assert [one.num_nodes for one in trees] == sizes
-            assert trees[sizes.index(tree.num_nodes)] == tree
-
-
 def test_generations_that_sample_have_a_candidate_of_their_own(folders):
     """What "auto" learns about sampled texts is kept apart; without a tree for sampling the other one serves."""
     for name, tree in (("medusa_tree.json", Tree.chain(2)), ("medusa_tree_sampling.json", Tree([[0], [1]]))):
@@ -98,24 +87,6 @@ def test_a_checkpoints_tree_that_does_not_fit_is_named(folders):
         MedusaModel.from_pretrained(folders / "heads")
 
 
-def test_what_is_used_is_logged_once(folders, caplog):
-    caplog.set_level(logging.INFO, "medusa_decoding.model")
-    with MedusaModel.from_pretrained(folders / "heads") as model:
-        for _ in range(2):
-            model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4)
-        output = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4, tree=Tree([]))
-    assert output.tree_choice == TreeChoice(Tree([]), GIVEN)
-    assert [record.getMessage() for record in caplog.records] == [
-        "decoding with tree: auto (no tree was tuned for this device; `medusa tune` does that)",
-        "decoding with tree: plain decoding (given by the caller)",
-    ]
-
-
-def test_without_heads_decoding_is_plain():
-    with MedusaModel(tiny()) as model:
-        assert model.tree_choice() == TreeChoice(Tree([]), NO_HEADS)
-
-
 def test_remote_code_is_refused(folders):
     with pytest.raises(ValueError, match="trust_remote_code: expected False"):
         MedusaModel.from_pretrained(folders / "heads", trust_remote_code=True)
@@ -127,30 +98,6 @@ def test_heads_of_another_model_are_refused(folders):
     other.save_pretrained(folders / "base")
     with pytest.raises(ValueError, match=r"expected hidden size 64 \(the base model's\), got 32"):
         MedusaModel.from_pretrained(folders / "heads")
-
-
-class Linear4bit(torch.nn.Linear):
-    """Has the name of bitsandbytes' layer."""
-
-
-@pytest.mark.parametrize(
-    ("version", "warns"), [("0.49.2", True), ("0.49.0.dev0", True), ("0.50.0", False), ("1.0", False), ("?", False)]
-)
-def test_four_bit_layers_that_are_slow_with_trees_give_one_warning(monkeypatch, caplog, version, warns):
-    """In this version every step with more than one token restores all weights (on a GPU)."""
-    monkeypatch.setattr("importlib.metadata.version", lambda name: version if name == "bitsandbytes" else "?")
-    base = torch.nn.Sequential(torch.nn.ModuleList([Linear4bit(2, 2)]))
-    words = slow_quantisation(base)
-    assert bool(words) == warns
-    assert not warns or f"bitsandbytes {version}" in words
-    assert slow_quantisation(torch.nn.Sequential(torch.nn.Linear(2, 2))) == ""
-    with MedusaModel(tiny()) as model:
-        monkeypatch.setattr(type(model.backbone), "device", torch.device("cuda"))
-        monkeypatch.setattr("medusa_decoding.model.slow_quantisation", lambda causal: words)
-        for choice in (GIVEN, GIVEN, UNTUNED):
-            model._tell(TreeChoice(Tree.chain(1), choice))
-        model._tell(TreeChoice("auto", GIVEN))
-    assert [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING] == [words] * warns
 
 
 class TestAModelWithoutHeads:
@@ -168,10 +115,6 @@ class TestAModelWithoutHeads:
         (folders / "base" / "model.safetensors").unlink()
         with pytest.raises(ValueError, match=r"^tree: .* because the model has no heads, got .*\(path \[0\]\)"):
             MedusaModel.from_pretrained(folders / "base", tree=Tree.chain(2))
-
-    def test_a_base_model_of_it_is_refused(self, folders):
-        with pytest.raises(ValueError, match=r"^base_model: expected none, because .*base is a model without Medusa"):
-            MedusaModel.from_pretrained(folders / "base", folders / "heads")
 
     @pytest.mark.parametrize("config", [{"model_type": "llama", "medusa_num_heads": 2}, {"model_type": "medusa"}, {}])
     def test_heads_whose_weights_are_missing_are_not_one(self, tmp_path, config):
@@ -191,31 +134,13 @@ class TestALoadedBaseModel:
         with MedusaModel.from_pretrained(folders / "heads", tiny().to(torch.bfloat16)) as model:
             assert model.heads.w1.dtype == torch.bfloat16
 
-    def test_one_with_an_adapter_is_taken(self, folders):
-        peft = pytest.importorskip("peft")
-        base = peft.get_peft_model(tiny(), peft.LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
-        with MedusaModel.from_pretrained(folders / "heads", base.eval()) as model:
-            assert model.base is base
-
     @pytest.mark.parametrize(
         ("given", "name"),
         [
             ({"dtype": torch.bfloat16}, "dtype"),
             ({"device_map": {"": "cpu"}}, "device_map"),
-            ({"revision": "main"}, "revision"),
         ],
     )
     def test_arguments_of_loading_are_refused(self, folders, given, name):
         with pytest.raises(ValueError, match=rf"^{name}: expected none, because base_model is loaded already"):
             MedusaModel.from_pretrained(folders / "heads", tiny(), **given)
-
-    @pytest.mark.parametrize(
-        ("base", "message"),
-        [
-            (7, "^base_model: expected a folder, a hub id or a loaded model, got int"),
-            (torch.nn.Linear(2, 2), "^base_model: expected a Llama-family causal language model, got Linear"),
-        ],
-    )
-    def test_what_is_no_model_is_refused(self, folders, base, message):
-        with pytest.raises(ValueError, match=message):
-            MedusaModel.from_pretrained(folders / "heads", base)

@@ -47,7 +47,7 @@ def test_fused_layers_write_the_same_text(family, overrides, tree):
     assert output.sequences[:, ids.shape[1] :].tolist() == expected
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
 def test_divided_projections_write_the_same_text(family, monkeypatch):
     """Every projection that can be is divided, with biases and head norms, whatever the device would choose."""
     model = tiny(family)
@@ -145,26 +145,8 @@ def hooked(model):
     return model
 
 
-def subclassed(model):
-    class Linear(torch.nn.Linear):
-        pass
-
-    model.model.layers[0].mlp.up_proj.__class__ = Linear
-    return model
-
-
 def gelu(model):
     return tiny(hidden_act="gelu")
-
-
-def replaced_activation(model):
-    model.model.layers[1].mlp.act_fn = torch.nn.GELU()
-    return model
-
-
-def hooked_activation(model):
-    model.model.layers[1].mlp.act_fn.register_forward_hook(lambda *_: None)
-    return model
 
 
 class Wrapped(torch.nn.Parameter):
@@ -180,10 +162,7 @@ def wrapped_weight(model):
 OBSTACLES = {
     "lora": (lora, r"layer 0 has a peft\..*\.Linear$"),
     "hook": (hooked, "layer 1 has forward hooks on its LlamaMLP"),
-    "subclass": (subclassed, "layer 0 has a test_fused.Linear"),
     "activation": (gelu, "layer 0 has the activation GELUActivation, not SiLU"),
-    "replaced activation": (replaced_activation, "layer 1 has the activation GELU, not SiLU"),
-    "hooked activation": (hooked_activation, "layer 1 has forward hooks on its SiLU"),
     "wrapped weight": (wrapped_weight, "layer 0 has a weight of test_fused.Wrapped"),
 }
 

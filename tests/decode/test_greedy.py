@@ -163,7 +163,7 @@ def test_eos_inside_an_accepted_path_cuts_exactly_there():
 
 
 @pytest.mark.parametrize("eos", [[0], [3, 0, 7], list(range(VOCAB))])
-@pytest.mark.parametrize("min_new", [0, 1, 5, NEW])
+@pytest.mark.parametrize("min_new", [0, 1, 5])
 def test_eos_lists_and_min_new_tokens(eos, min_new):
     model = tiny("mistral", seed=3)
     rows = prompts(5, [4, 9, 2, 13, 6], seed=4)
@@ -199,8 +199,7 @@ def test_small_token_budgets(max_new):
 @pytest.mark.parametrize(
     ("left", "tree"),
     # With one token left there is no step: of the tree only its number of nodes matters, for the size of the cache.
-    [(1, "chain"), (1, "nodes130")]
-    + [(left, tree) for left in (2, 10) for tree in ("chain", "cartesian", "random", "nodes64", "nodes130")],
+    [(1, "nodes130"), (2, "chain"), (2, "nodes64"), (10, "cartesian"), (10, "nodes130")],
 )
 def test_prompt_up_to_the_context_limit(family, left, tree):
     model = tiny(family)
@@ -213,7 +212,7 @@ def test_prompt_up_to_the_context_limit(family, left, tree):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("tree", ["chain", "cartesian", "random", "nodes64"])
+@pytest.mark.parametrize("tree", ["chain", "nodes64"])
 def test_ragged_batch_fills_each_row_up_to_the_context_limit(tree, family):
     model = tiny(family)
     limit = model.config.max_position_embeddings
@@ -234,15 +233,14 @@ def test_explicit_budget_past_the_context_is_obeyed_like_transformers(caplog):
     assert "context" in caplog.text
 
 
-@pytest.mark.parametrize("tree", ["chain", "nodes64"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_bfloat16_agrees_except_at_ties(family, tree):
+def test_bfloat16_agrees_except_at_ties(family):
     disagreements = compared = 0
     for seed in range(8):
         model = tiny(family, seed=seed, dtype=torch.bfloat16)
         [row] = prompts(1, [9], seed=seed)
         expected = transformers_greedy(model, row, NEW)
-        with MedusaModel(model, heads_for(model), TREES[tree]) as medusa:
+        with MedusaModel(model, heads_for(model), TREES["nodes64"]) as medusa:
             [got] = new_tokens(medusa.generate(row[None], max_new_tokens=NEW), len(row))
         compared += 1
         if got == expected:

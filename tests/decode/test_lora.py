@@ -5,19 +5,17 @@ import torch
 from models import FAMILIES, heads_for, prompts, tiny, transformers_greedy
 from peft import (
     IA3Config,
-    LNTuningConfig,
     LoraConfig,
     PeftModel,
     PromptTuningConfig,
     get_peft_model,
-    inject_adapter_in_model,
     prepare_model_for_kbit_training,
 )
 from peft.helpers import rescale_adapter_scale
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TorchAoConfig
 
 from medusa_decoding import MedusaModel, Tree
-from medusa_decoding.backbone.attention_swap import AttentionSwap, TreeAttention
+from medusa_decoding.backbone.attention_swap import TreeAttention
 
 TREE = Tree.cartesian([3, 2])
 NEW = 20
@@ -118,38 +116,14 @@ def test_an_adapter_is_merged_and_unloaded_while_swapped():
     assert {type(module) for module in merged.modules()} == {type(module) for module in tiny().modules()}
 
 
-def test_an_adapter_added_while_swapped_stays_after_undo():
-    model = tiny()
-    swap = AttentionSwap(model.model.layers)
-    inject_adapter_in_model(lora("q_proj", r=2), model)
-    swap.undo()
-    assert "lora" in type(model.model.layers[0].self_attn.q_proj).__module__
-
-
-def test_adapters_loaded_through_transformers(monkeypatch):
-    # transformers 5.24 asks for peft 0.22 in these two methods, and 0.21.2 is the latest release (November 2026).
-    monkeypatch.setattr("transformers.integrations.peft.check_peft_version", lambda min_version: None)
-    model = tiny()
-    plain = transformers_greedy(model, ROW, NEW)
-    with MedusaModel(model, heads_for(model), TREE) as medusa:
-        model.add_adapter(lora("q_proj", "lm_head"))
-        model.eval()
-        assert text(medusa) == transformers_greedy(model, ROW, NEW) != plain
-        model.disable_adapters()
-        assert text(medusa) == plain
-
-
 METHODS = {
     "embedding": lora("embed_tokens", "q_proj"),
     "DoRA": lora(*LINEARS, use_dora=True),
-    "whole lm_head": lora("q_proj", modules_to_save=["lm_head"]),
     "whole embedding and lm_head": lora("q_proj", modules_to_save=["embed_tokens", "lm_head"]),
-    "whole norms": lora("q_proj", modules_to_save=["norm", "input_layernorm"]),
     "whole MLP": lora("q_proj", modules_to_save=["mlp"]),
     "some tokens": lora("q_proj", trainable_token_indices=[1, 2, 3]),
     "layers twice": lora("q_proj", layer_replication=[[0, 2], [0, 2]]),
     "IA3": IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]),
-    "norms alone": LNTuningConfig(target_modules=["input_layernorm", "norm"]),
 }
 
 
@@ -170,12 +144,11 @@ def quantised_folder(tmp_path):
     return heads_for(model, shared=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_qlora(dtype, tmp_path):
+def test_qlora(tmp_path):
     """bitsandbytes in 4 bits, prepared for training, which turns norms and lm_head to float32, with LoRA on top."""
     heads = quantised_folder(tmp_path)
     config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, dtype=dtype)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config, dtype=torch.bfloat16)
     modules = [layer.self_attn for layer in model.model.layers]
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -232,16 +205,6 @@ def test_a_whole_attention_put_in_while_swapped_is_refused_and_undone():
     medusa.undo()
     assert not any(isinstance(module, TreeAttention) for module in adapted.modules())
     assert own_text(adapted) == expected
-
-
-def test_layers_put_in_while_swapped_are_refused_and_undone():
-    model = tiny()
-    medusa = MedusaModel(model, heads_for(model), TREE)
-    adapted = get_peft_model(model, lora("q_proj", layer_replication=[[0, 2], [0, 2]])).eval()
-    with pytest.raises(ValueError, match="layers: expected the ones that were swapped"):
-        text(medusa)
-    medusa.undo()
-    assert not any(isinstance(module, TreeAttention) for module in adapted.modules())
 
 
 @pytest.mark.parametrize("first", ["wrapped", "swapped"])

@@ -11,8 +11,7 @@ from torch import nn
 
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.backbone.fused_layers import NativeLayers
-from medusa_decoding.cli import main
-from medusa_kernels import _cpu, _native, _registry
+from medusa_kernels import _native, _registry
 from medusa_kernels._registry import interpreted
 
 pytestmark = pytest.mark.skipif(interpreted(), reason="the C++ library does not serve in Triton's interpreter")
@@ -32,17 +31,6 @@ def chosen_anew(monkeypatch):
 
 def lora(model):
     return get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False)).eval()
-
-
-def hooked(model):
-    model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
-    return model
-
-
-def strided_bias(model):
-    linear = model.model.layers[1].mlp.down_proj
-    linear.bias = nn.Parameter(torch.randn(2 * linear.out_features)[::2])
-    return model
 
 
 def strided_norm(model):
@@ -80,12 +68,10 @@ def test_text_is_that_of_transformers_and_every_step_is_one_call(family, monkeyp
     [
         (lambda model: model.half(), "the weights are torch.float16, not float32 or bfloat16"),
         (lora, "layer 0 has a peft."),
-        (hooked, "layer 1 has forward hooks on its LlamaMLP"),
-        (strided_bias, "layer 1 has a bias of another dtype or layout"),
         (narrower, "the layers differ in the sizes of their weights"),
         (strided_norm, "the final norm's weight is not contiguous"),
     ],
-    ids=["float16", "lora", "hook", "strided bias", "narrower layer", "strided norm"],
+    ids=["float16", "lora", "narrower layer", "strided norm"],
 )
 def test_other_models_run_module_by_module_and_the_log_says_why(change, why, caplog):
     caplog.set_level(logging.INFO, logger="medusa_decoding")
@@ -100,35 +86,15 @@ def test_other_models_run_module_by_module_and_the_log_says_why(change, why, cap
 
 
 @pytest.mark.usefixtures("chosen_anew")
-def test_in_triton_s_interpreter_modules_run(monkeypatch, caplog):
+def test_without_the_library_the_text_is_the_same(tmp_path, monkeypatch, caplog):
     caplog.set_level(logging.INFO, logger="medusa_decoding")
-    for module in (_registry, _cpu):
-        monkeypatch.setattr(module, "interpreted", lambda: True)
-    with MedusaModel(tiny()) as medusa:
-        medusa.backbone.choose_layers(captured=False)
-        assert medusa.backbone.native is None
-    assert caplog.messages[-1] == "layers: module by module (the other ops in turn)"
-
-
-@pytest.mark.usefixtures("chosen_anew")
-@pytest.mark.parametrize("family", FAMILIES)
-def test_without_the_library_the_text_is_the_same(family, tmp_path, monkeypatch, caplog):
-    caplog.set_level(logging.INFO, logger="medusa_decoding")
-    model = tiny(family)
+    model = tiny("qwen3")
     expected = transformers_greedy(model, ROW, NEW)
     monkeypatch.setattr(_native, "LIBRARY_FOLDER", tmp_path)
     with MedusaModel(model, heads_for(model), TREE) as medusa:
         assert text(medusa) == expected
         assert medusa.backbone.native is None
     assert f"layers: module by module (the other ops in turn; {_native.why_missing('cpu')})" in caplog.messages
-
-
-@pytest.mark.usefixtures("chosen_anew")
-def test_doctor_says_why_the_library_is_missing(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(_native, "LIBRARY_FOLDER", tmp_path)
-    main(["doctor"])
-    out = capsys.readouterr().out
-    assert out.count("install with `pip install .`") >= 5
 
 
 def replaced(linear, tensor):
@@ -144,8 +110,9 @@ def assigned(linear, tensor):
     linear.weight.data = tensor
 
 
-@pytest.mark.parametrize("backend", ["eager", "compiled"])
-@pytest.mark.parametrize("change", [replaced, written, assigned])
+@pytest.mark.parametrize(
+    ("change", "backend"), [(replaced, "eager"), (written, "compiled"), (assigned, "eager"), (assigned, "compiled")]
+)
 def test_weights_that_change_between_generations_are_seen(change, backend):
     model, other = tiny(), tiny(seed=5)
     expected = []

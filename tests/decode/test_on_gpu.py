@@ -92,25 +92,6 @@ def test_replay_is_bit_equal_to_the_same_step_run_eagerly(tree, dtype):
         assert torch.equal(captured[name], tensor), name
 
 
-def test_growing_past_a_bucket_keeps_the_text(monkeypatch):
-    monkeypatch.setattr(runner, "HEADROOM", 8)
-    model, heads = on_gpu(max_position_embeddings=512)
-    rows = [row.cuda() for row in prompts(2, [30, 50])]
-    expected = [transformers_greedy(model, row, 300) for row in rows]
-    ids, mask = batch(rows)
-    acquired = []
-    with MedusaModel(model, heads, NODES_64) as medusa:
-        acquire = medusa._steps.pool.acquire
-        monkeypatch.setattr(
-            medusa._steps.pool, "acquire", lambda *args: acquired.append(acquire(*args)) or acquired[-1]
-        )
-        output = medusa.generate(ids, mask, max_new_tokens=300)
-    assert output.sequences[:, ids.shape[1] :].tolist() == expected
-    capacities = [state.cache.capacity for state in acquired]
-    assert len(capacities) > 2
-    assert capacities == sorted(set(capacities))
-
-
 def test_graphs_are_reused_and_follow_new_limits():
     model, heads = on_gpu()
     rows = [row.cuda() for row in prompts(4, [5, 9, 2, 7])]
@@ -125,15 +106,6 @@ def test_graphs_are_reused_and_follow_new_limits():
         assert all(len(graphs) == 1 and graphs[0] is seen[0][0] for graphs in seen)
         medusa.free()
         assert medusa._steps.pool._idle == []
-
-
-def test_plain_and_tree_steps_share_a_state():
-    model, heads = on_gpu()
-    [row] = [row.cuda() for row in prompts(1, [9])]
-    expected = transformers_greedy(model, row, 30)
-    with MedusaModel(model, heads, Tree.chain(3)) as medusa:
-        for tree in (Tree.chain(3), Tree([]), Tree.chain(2), Tree.chain(3), Tree([])):
-            assert medusa.generate(row[None], max_new_tokens=30, tree=tree).sequences[0, 9:].tolist() == expected
 
 
 def test_captured_steps_use_changed_weights():
@@ -194,19 +166,6 @@ class Streamer:
 
     def end(self):
         self.ended += 1
-
-
-@pytest.mark.parametrize("new", [1, 2, 30])
-def test_streaming_sees_every_token_once_in_order(new):
-    model, heads = on_gpu()
-    [row] = [row.cuda() for row in prompts(1, [9])]
-    streamer = Streamer()
-    with MedusaModel(model, heads, Tree.cartesian([4, 3])) as medusa:
-        output = medusa.generate(row[None], max_new_tokens=new, streamer=streamer)
-    assert streamer.got[0] == row.tolist()
-    assert all(len(tokens) == 1 for tokens in streamer.got[1:])
-    assert [token for [token] in streamer.got[1:]] == output.sequences[0, 9:].tolist()
-    assert streamer.ended == 1
 
 
 def test_a_captured_step_neither_allocates_nor_synchronises():
@@ -279,20 +238,6 @@ def test_a_step_that_cannot_be_captured_is_refused_and_nothing_is_lost():
         handle.remove()
         medusa.backend = "graph"
         assert medusa.generate(row[None], max_new_tokens=12).sequences[0, 9:].tolist() == expected
-
-
-@pytest.mark.compiled
-def test_torch_compile_of_a_swapped_model(tmp_path, monkeypatch):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    model, heads = on_gpu()
-    ids = torch.stack([row.cuda() for row in prompts(2, [9])])
-    with torch.no_grad():
-        expected = model(ids).logits
-        with MedusaModel(model, heads, Tree.chain(2)) as medusa:
-            compiled = torch.compile(model, dynamic=False)
-            torch.testing.assert_close(compiled(ids).logits, expected, rtol=1e-4, atol=1e-4)
-            text = medusa.generate(ids[:1], max_new_tokens=12).sequences[0, 9:].tolist()
-    assert text == transformers_greedy(model, ids[0], 12)
 
 
 @pytest.mark.compiled
@@ -378,41 +323,6 @@ def test_sampling_over_a_large_vocabulary_is_captured(monkeypatch):
         assert output.sequences.tolist() == eager.sequences.tolist()
         assert output.accept_lengths == eager.accept_lengths
     assert_some_accepted(eager)
-
-
-def test_stopping_criteria_cut_what_has_already_run_ahead():
-    """Progress is read one step late, when the row has already continued."""
-    model, heads = on_gpu()
-    rows = [row.cuda() for row in prompts(2, [9, 4])]
-    ids, mask = batch(rows)
-
-    def long_enough(text, scores):
-        return torch.tensor([text.shape[1] >= 17], device=text.device)
-
-    with MedusaModel(model, heads, Tree.cartesian([4, 3])) as medusa:
-        output = medusa.generate(ids, mask, max_new_tokens=40, stopping_criteria=[long_enough], metrics=True)
-    assert output.new_tokens == [8, 13]
-    for row, prompt, count in zip(output.sequences, rows, output.new_tokens, strict=True):
-        assert row[9 : 9 + count].tolist() == transformers_greedy(model, prompt, count)
-    assert [sum(a) + len(a) + 1 for a in output.accept_lengths] == [8, 13]
-    assert output.metrics.prefill_seconds > 0
-    assert len(output.metrics.step_seconds) == max(map(len, output.accept_lengths))
-
-
-def test_logits_that_are_not_finite_are_named():
-    model, heads = on_gpu()
-    [row] = [row.cuda() for row in prompts(1, [9])]
-    with MedusaModel(model, heads, Tree.chain(2)) as medusa:
-        expected = medusa.generate(row[None], max_new_tokens=12).sequences.tolist()
-        weight = model.model.layers[1].mlp.down_proj.weight
-        kept = weight.detach().clone()
-        with torch.no_grad():
-            weight[0, 0] = float("nan")
-        with pytest.raises(FloatingPointError, match="step 0"):
-            medusa.generate(row[None], max_new_tokens=12)
-        with torch.no_grad():
-            weight.copy_(kept)
-        assert medusa.generate(row[None], max_new_tokens=12).sequences.tolist() == expected
 
 
 def test_a_step_in_two_graphs_is_captured_again_after_growth(monkeypatch):

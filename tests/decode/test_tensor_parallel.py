@@ -5,14 +5,12 @@ and writes there what each process saw. Nothing waits for a process that is gone
 ends the others when one fails, and the tests end torchrun.
 """
 
-import hashlib
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
 from datetime import timedelta
 from pathlib import Path
 
@@ -26,8 +24,6 @@ from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.backbone.attention_swap import TreeAttention
 from medusa_decoding.backbone.fused_layers import obstacle
 from medusa_decoding.backbone.tensor_parallel import Peers, is_sharded, leave
-from medusa_decoding.checkpoints import write_heads
-from medusa_decoding.cli import main
 from medusa_decoding.demo import CHECKPOINT
 
 pytestmark = pytest.mark.slow  # starts processes of its own
@@ -119,13 +115,6 @@ def whole_attention(folder):
         return {"kv_heads": model.backbone.kv_heads, "text": sequences[:, ids.shape[1] :].tolist()}
 
 
-def from_pretrained(folder):
-    with MedusaModel.from_pretrained(folder / "heads", folder / "llama", tp_plan="auto", tree=TREE) as model:
-        ids, mask = padded(rows())
-        sequences = model.generate(ids, mask, max_new_tokens=NEW_TOKENS).sequences
-        return {"size": model.backbone.peers.size, "text": sequences[:, ids.shape[1] :].tolist()}
-
-
 def disagree(folder):
     """Give every process another random state and another stopping criterion."""
     rank = torch.distributed.get_rank()
@@ -170,7 +159,7 @@ def talk(folder):
 def work(folder):
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
     seen = {name: decode(folder, name) for name in MODELS}
-    for task in (refusals, whole_attention, from_pretrained, talk, disagree):
+    for task in (refusals, whole_attention, talk, disagree):
         seen[task.__name__] = task(folder)
     (folder / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(seen))
     leave()
@@ -201,7 +190,6 @@ def reports(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tensor_parallel")
     for name in (*MODELS, *ODD):
         build(name).save_pretrained(folder / name)
-    write_heads(heads_for(build("llama"), 3), folder / "heads", base_model="../llama")
     torchrun(__file__, str(folder))
     return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(PROCESSES)]
 
@@ -251,13 +239,6 @@ def test_attention_may_stay_whole(reports):
         assert report["whole_attention"]["text"] == [transformers_greedy(model, row, NEW_TOKENS) for row in rows()]
 
 
-def test_from_pretrained_takes_a_plan(reports):
-    model = build("llama")
-    for report in reports:
-        assert report["from_pretrained"]["size"] == PROCESSES
-        assert report["from_pretrained"]["text"] == [transformers_greedy(model, row, NEW_TOKENS) for row in rows()]
-
-
 def test_the_first_process_decides(reports):
     for rank, report in enumerate(reports):
         talk = report["talk"]
@@ -291,24 +272,6 @@ def test_one_process_has_no_peers():
     assert not torch.distributed.is_initialized()
 
 
-@pytest.mark.slow
-def test_leaving_waits_for_threads_at_work():
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    digests, started = [], threading.Event()
-
-    def work():
-        started.set()
-        digests.append(hashlib.sha256(bytes(2**28)).digest())  # some tenths of a second, without Python's lock
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    started.wait()
-    leave()
-    assert not torch.distributed.is_initialized()
-    assert digests
-    thread.join()
-
-
 def test_command_prints_once_what_transformers_writes():
     prompt = "def main("
     out, err = torchrun(
@@ -319,30 +282,6 @@ def test_command_prints_once_what_transformers_writes():
     base = AutoModelForCausalLM.from_pretrained(CHECKPOINT / "base", dtype=torch.float32)
     assert out.strip("\n") == tokenizer.decode(transformers_greedy(base, ids, 24)).strip("\n")
     assert err.count("24 tokens in") == 1
-
-
-@pytest.mark.parametrize(
-    ("environment", "argv", "words"),
-    [
-        ({}, ["--prompt", "a"], "expected a start by torchrun .*got no RANK, LOCAL_RANK"),
-        ({"WORLD_SIZE": "1"}, ["--prompt", "a"], "expected at least 2 processes .*got 1"),
-        ({"WORLD_SIZE": "2"}, [], "expected --prompt or --file"),
-        ({"WORLD_SIZE": "2"}, ["--file", "-"], "expected --prompt or --file"),
-        ({"WORLD_SIZE": "2"}, ["--prompt", "a", "--device", "cuda"], "--device: expected cpu with --tensor-parallel"),
-    ],
-)
-def test_command_refuses_what_processes_cannot_do(capsys, monkeypatch, environment, argv, words):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
-        monkeypatch.delenv(name, raising=False)
-    if environment:
-        environment = {"RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"} | environment
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert main(["generate", "--tensor-parallel", *argv]) == 2
-    lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("medusa: ")]
-    assert len(lines) == 1
-    assert re.search(words, lines[0])
 
 
 if __name__ == "__main__":

