@@ -14,7 +14,7 @@ from modes import DTYPES, of_the_cpu
 from torch import Tensor
 
 from benchmarks.inspection import TARGETS
-from medusa_kernels import add_rms_norm, decode_linear, linear_parts, reference
+from medusa_kernels import add_rms_norm, decode_linear, reference
 from medusa_kernels._registry import interpreted, served_by
 
 Case = dict[str, Any]
@@ -219,25 +219,6 @@ def test_no_part_loads_ahead_past_the_end_of_a_row(size: int, parts: int) -> Non
             assert ahead <= max(0, end - begin) * 2
 
 
-def test_parts_are_consecutive_columns(device: str) -> None:
-    """One column of x is not zero: all but one of the parts are."""
-    weight = torch.randn(20, 256, device=device)
-    for column in (0, 100, 255):
-        x = torch.zeros(3, 256, device=device)
-        x[:, column] = 2.0
-        got = decode_linear(x, [weight], parts=4)
-        assert got.abs().amax((1, 2)).count_nonzero() == 1
-        assert torch.equal(got.sum(0), 2.0 * weight[:, column].expand(3, -1))
-
-
-def test_narrow_16_bit_weights_are_divided_by_the_kernel_alone(device: str) -> None:
-    x = torch.zeros(64, 4096, device=device)
-    assert linear_parts(x, 64) == 1
-    by_kernel = device == "cuda" or interpreted()
-    assert (linear_parts(x.half(), 64) > 1) == by_kernel
-    assert linear_parts(torch.zeros(65, 4096, device=device).half(), 64) == 1
-
-
 @of_the_cpu
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -358,15 +339,14 @@ def test_configurations_hold_all_rows_and_fit(arch: str, dtype: torch.dtype, gat
 
 
 @pytest.mark.skipif(interpreted(), reason="nothing is compiled in Triton's interpreter")
-@pytest.mark.parametrize("arch", ["90"])
-def test_fp32_sums_stay_compensated(arch: str) -> None:
+def test_fp32_sums_stay_compensated() -> None:
     """Every product begins at zero, and neither compiler folds the three further operations of each sum away."""
     module = pytest.importorskip("medusa_kernels._triton.decode_linear")
     inspection = pytest.importorskip("benchmarks.inspection")
     forms = pytest.importorskip("benchmarks.kernel_forms")
-    specs = forms.FORMS["decode_linear"](TARGETS[arch])
+    specs = forms.FORMS["decode_linear"](TARGETS["90"])
     spec = next(s for s in specs if "fp32" in s.name and "gated" not in s.name)
-    kernel = inspection.compiled(spec, arch, module.launch.OPTIONS)
+    kernel = inspection.compiled(spec, "90", module.launch.OPTIONS)
     (start,) = re.findall(r"tt\.dot %\w+, %\w+, (%\w+) ", kernel.asm["ttir"])
     assert f"{start} = arith.constant dense<0.0" in kernel.asm["ttir"]
     text = inspection.disassembled(kernel)
@@ -429,17 +409,13 @@ def test_reference_in_fp64_is_exact(form: str) -> None:
 
 W = torch.zeros(5, 4)
 BAD = {
-    "x-axes": ({"x": torch.zeros(())}, "x: expected shape"),
     "x-dtype": ({"x": torch.zeros(2, 4).double()}, "x: expected dtype"),
     "weights-many": ({"weights": [W] * 4}, "weights: expected 1 to 3 matrices, got 4"),
     "weights-size": ({"weights": [W, torch.zeros(5, 3)]}, r"weights\[1\]: expected shape \[N, 4\], got \[5, 3\]"),
     "weights-columns": ({"weights": [torch.zeros(4, 5).T]}, r"weights\[0\]: expected a row's elements adjacent"),
     "biases-count": ({"biases": [None, None]}, "biases: expected 1, one per weight, got 2"),
-    "biases-shape": ({"biases": [torch.zeros(4)]}, r"biases\[0\]: expected shape \[5\]"),
-    "gate-count": ({"gate": True}, "weights: expected two matrices, as gate is set, got 1"),
     "gate-shape": ({"gate": True, "weights": [W, torch.zeros(6, 4)]}, r"weights\[1\]: expected shape \[5, 4\]"),
     "residual-shape": ({"residual": torch.zeros(3, 5)}, r"residual: expected shape \[2, 5\]"),
-    "residual-weights": ({"residual": torch.zeros(2, 5), "weights": [W, W]}, "residual: expected None with several"),
     "parts-many": ({"parts": 5}, "parts: expected 1 to the 4 columns of x, got 5"),
     "parts-gate": ({"parts": 2, "gate": True, "weights": [W, W]}, "parts: expected 1 with gate or residual, got 2"),
 }
@@ -449,7 +425,6 @@ I8, SCALE = torch.zeros(5, 4, dtype=torch.int8), torch.ones(5)
 BAD |= {
     "int8-without-scales": ({"weights": [I8]}, r"weights\[0\]: expected dtype float32 like x, got int8"),
     "scales-count": ({"weights": [I8], "scales": [SCALE] * 2}, "scales: expected 1, one per weight, got 2"),
-    "scales-strides": ({"weights": [I8], "scales": [torch.ones(10)[::2]]}, r"scales\[0\]: expected a contiguous"),
     "scales-mixed": ({"weights": [I8, W], "scales": [SCALE, SCALE]}, r"weights\[1\]: expected dtype int8"),
     "weights-device": ({"weights": [W.to("meta")]}, r"weights\[0\]: expected on cpu like x, got meta"),
 }

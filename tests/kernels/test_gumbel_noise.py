@@ -138,17 +138,6 @@ def test_follows_the_gumbel_distribution(device: str) -> None:
     assert abs(found.var().item() / (math.pi**2 / 6) - 1) < 4 * math.sqrt(4.4 / count)
 
 
-def test_the_tail_has_the_resolution_of_32_bits(device: str) -> None:
-    """How many of 1.6 million numbers exceed 8: 537 expected. With 24 bits none of the excesses would be apart."""
-    found = make([11] * 2, [0, 40], 40, 20_001, device).cpu().double()
-    high = found[found > 8]
-    expected = found.numel() * -math.expm1(-math.exp(-8))
-    assert abs(len(high) - expected) < 4 * math.sqrt(expected)
-    assert len(high.unique()) == len(high)
-    # Beyond a threshold the excess is exponential, with a mean of 1.
-    assert abs((high - 8).mean().item() - 1) < 4 / math.sqrt(expected)
-
-
 def test_neighbours_are_independent(device: str) -> None:
     """Tokens of one counter, of the next ones, places and seeds: each correlation below 4 standard errors."""
     found = uniform(make([5, 6, 5 + 2**32], [0, 0, 0], 8, 10_000, device).cpu()) - 0.5

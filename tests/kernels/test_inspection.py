@@ -5,15 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 import triton
 import triton.language as tl
 
 from benchmarks import inspection
-from benchmarks.inspection import TARGETS, Counts, Row, breaches, fitting, parse
+from benchmarks.inspection import TARGETS, Counts, Row, breaches, parse
 from benchmarks.kernel_forms import FORMS, Specialisation
 from medusa_kernels._registry import interpreted
 from medusa_kernels._triton import rope_append
@@ -122,17 +120,6 @@ def softmax_kernel(x, y, SIZE: tl.constexpr):
 
 
 @triton.jit
-def matmul_kernel(x, y, out, size, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
-    o, o_k = tl.arange(0, BLOCK), tl.arange(0, BLOCK_K)
-    acc = tl.zeros([BLOCK, BLOCK], tl.float32)
-    for k in range(0, size, BLOCK_K):
-        b_x = tl.load(x + o[:, None] * 1024 + k + o_k[None, :])
-        b_y = tl.load(y + o[None, :] * 1024 + k + o_k[:, None])
-        acc = tl.dot(b_x, b_y, acc)
-    tl.store(out + o[:, None] * BLOCK + o[None, :], acc)
-
-
-@triton.jit
 def power_kernel(x, out, count, LOSES: tl.constexpr):
     power = tl.load(x)
     following = power if LOSES else power * 2
@@ -146,13 +133,6 @@ def softmax_of(size: int, warps: int) -> Specialisation:
     return Specialisation("softmax", softmax_kernel, {"x": "*fp32", "y": "*fp32"}, {"SIZE": size}, warps, 1)
 
 
-def matmul_of(kind: str, block: int, stages: int) -> Specialisation:
-    signature = {"x": f"*{kind}", "y": f"*{kind}", "out": "*fp32", "size": "i32"}
-    return Specialisation(
-        f"matmul {kind}", matmul_kernel, signature, {"BLOCK": block, "BLOCK_K": 64}, 4, stages, ("size",)
-    )
-
-
 @needs_compiler
 def test_a_kernel_that_spills_is_reported() -> None:
     """16,384 numbers in one warp are 512 per thread, and a thread has 255 registers."""
@@ -160,21 +140,6 @@ def test_a_kernel_that_spills_is_reported() -> None:
     assert row.counts.stack > 0
     assert any("registers spill" in line for line in breaches(row))
     assert breaches(inspection.compiled_row(softmax_of(1024, 4), "80", {})) == []
-
-
-@needs_compiler
-def test_a_kernel_beyond_the_shared_memory_of_one_target_is_reported() -> None:
-    """Two 128 x 64 tiles of bf16 are 32 KiB: four in flight fit the 163 KiB of sm_80, not the 99 KiB of sm_86."""
-    spec = matmul_of("bf16", 128, 5)
-    small = inspection.compiled_row(spec, "86", {})
-    assert small.counts.shared >= 4 * 32 * 1024 > small.limit
-    assert any("the limit of sm_86 is 101376" in line for line in breaches(small))
-    large = inspection.compiled_row(spec, "80", {})
-    assert large.limit == 163 * 1024
-    assert not any("shared memory" in line for line in breaches(large))
-    assert large.dots_16_bit
-    assert large.streams
-    assert min(large.counts.tensor_ops, large.counts.async_copies, large.counts.wide_loads) > 0
 
 
 @needs_compiler
@@ -204,58 +169,6 @@ def fused(text: str) -> list[str]:
     assert re.search(r"\b(FMUL|HMUL2|HFMA2.BF16)", text)
     operands = re.findall(r"\b(?:FFMA|HFMA2)[\w.]* (.*?);", text)
     return [these for these in operands if not re.search(r"-?RZ|, -?1, -?1,", these)]
-
-
-@pytest.mark.parametrize(
-    ("arch", "registers", "shared", "warps", "wanted"),
-    [
-        ("80", 128, 0, 4, 4),  # 65,536 registers for 128 threads of 128
-        ("80", 129, 0, 4, 3),  # allocated as 136
-        ("80", 32, 54 * 1024, 4, 2),  # 164 KiB for 55 each
-        ("90", 16, 0, 16, 4),  # 64 warps
-        ("86", 16, 0, 16, 3),  # 48 warps
-        ("86", 16, 0, 1, 16),  # as many as there may be
-        ("120", 16, 0, 1, 24),
-        ("80", 255, 164 * 1024, 8, 0),
-    ],
-)
-def test_programs_that_fit_a_multiprocessor(arch: str, registers: int, shared: int, warps: int, wanted: int) -> None:
-    assert fitting(Counts(registers=registers, shared=shared), warps, arch) == wanted
-
-
-def grid_of(gpu: str, programs: int, fits: int, *, stream: bool = True, dot: bool = True) -> Any:
-    from benchmarks.grids import Grid
-    from benchmarks.step_launches import Launch
-
-    arguments = {"w0": torch.empty(0, dtype=torch.bfloat16), "BLOCK_N": 32, "BLOCK_K": 64, "GATE": True, "PARTS": 1}
-    name = "_decode_linear_kernel" if stream else "merge_kernel"
-    launch = Launch(
-        "decode_linear", name, None, (programs,), arguments, {}, {"w0": "model.layers.0.mlp.down_proj.weight"}
-    )
-    row = replace(GOOD, counts=replace(GOOD.counts, shared=1024), stages=4, fitting=fits, dots_16_bit=dot)
-    return Grid(gpu, "Llama-2-7B", 64, launch, 32, row)
-
-
-@pytest.mark.parametrize(
-    ("gpu", "programs", "fits", "waves", "idle"),
-    [
-        ("a100", 108, 1, 1, 0),
-        ("a100", 71, 1, 1, 37 / 108),
-        ("a100", 128, 1, 2, 88 / 108 / 2),  # the second wave holds 20
-        ("a100", 128, 2, 1, 0),
-        ("h200", 128, 1, 1, 4 / 132),
-        ("h200", 279, 1, 3, 117 / 132 / 3),
-    ],
-)
-@needs_compiler
-def test_idle_multiprocessors_of_the_last_wave(gpu: str, programs: int, fits: int, waves: int, idle: float) -> None:
-    grid = grid_of(gpu, programs, fits)
-    assert grid.slots == fits * {"a100": 108, "h100-pcie": 114, "h200": 132}[gpu]
-    assert grid.waves == waves
-    assert grid.idle == pytest.approx(idle)
-    assert bool(grid.breaches()) == (idle > 1 / 3)
-    # A merge does not stream: it may leave any number idle.
-    assert grid_of(gpu, programs, fits, stream=False, dot=False).breaches() == []
 
 
 @pytest.mark.slow

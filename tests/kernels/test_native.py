@@ -80,18 +80,6 @@ def test_any_alignment_and_row_size(row_bytes: int, offset: int) -> None:
     np.testing.assert_array_equal(memory, expected)
 
 
-@pytest.mark.parametrize(
-    "path",
-    [[0, 2, 3, 4, 5], [1, 2, 3, 4, 5], [0, 1, 2, 3, 5], [0, 1, 2, 3, 4], [2, 3, 5, 8, 9]],
-    ids=["one-down", "root-moves-too", "last-only", "in-place", "growing-gaps"],
-)
-def test_overlapping_rows_move_in_ascending_order(path: list[int]) -> None:
-    kv = random_bytes(3, 1, 2, 14, 20)
-    expected = gathered(kv, [4], [path], [4])
-    assert call(kv, [4], [path], [4]) == 0
-    np.testing.assert_array_equal(kv, expected)
-
-
 @pytest.mark.parametrize("row_bytes", [1, 6, 16])
 @pytest.mark.parametrize("steps", [1, 7, 8, 9, 17, 64, 257])
 def test_paths_longer_than_a_chunk(steps: int, row_bytes: int) -> None:
@@ -121,16 +109,6 @@ def test_a_path_that_stops_ascending_late_is_refused(bad: int) -> None:
     np.testing.assert_array_equal(kv, expected)
 
 
-def test_the_last_row_of_a_late_chunk_is_checked() -> None:
-    kv = random_bytes(1, 1, 1, 30, 4)
-    before = kv.copy()
-    path = [*range(1, 19), 28]
-    assert call(kv, [2], [path], [18]) == 1
-    np.testing.assert_array_equal(kv, before)
-    assert call(kv, [2], [path], [17]) == 0
-    assert not np.array_equal(kv, before)
-
-
 @pytest.mark.parametrize(
     ("cache_len", "path", "accepted", "code"),
     [
@@ -155,29 +133,12 @@ def test_refused_arguments_move_nothing(cache_len: int, path: list[int], accepte
     np.testing.assert_array_equal(kv, before)
 
 
-def test_padding_of_a_path_is_not_read() -> None:
-    kv = random_bytes(1, 2, 1, 10, 8)
-    lens, path, accepted = [3, 9], [[2, 4, -7, 99], [-1, -1, -1, -1]], [1, -1]
-    expected = kv.copy()
-    expected[0, 0, 0, 3], expected[0, 0, 0, 4] = kv[0, 0, 0, 5], kv[0, 0, 0, 7]
-    assert call(kv, lens, path, accepted) == 0
-    np.testing.assert_array_equal(kv, expected)
-
-
 def test_only_the_first_slots_of_each_layer_move() -> None:
     kv = random_bytes(4, 5, 2, 9, 8)
     before, (lens, path, accepted) = kv.copy(), ([3, 2], [[1, 4], [2, 6]], [1, 1])
     assert call(kv, lens, path, accepted) == 0
     np.testing.assert_array_equal(kv[:, :2], gathered(before[:, :2], lens, path, accepted))
     np.testing.assert_array_equal(kv[:, 2:], before[:, 2:])
-
-
-@pytest.mark.parametrize(("slots", "status"), [([2, 0], 0), ([2, 3], 4), ([-1, 0], 4)])
-def test_slots_outside_the_cache_are_refused_before_anything_moves(slots: list[int], status: int) -> None:
-    kv = random_bytes(2, 3, 1, 6, 8)
-    before = kv.copy()
-    assert call(kv, [1, 0], [[1], [3]], [0, 0], slots) == status
-    assert np.array_equal(kv, before) == (status != 0)
 
 
 READ_ONLY = """
