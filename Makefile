@@ -255,8 +255,8 @@ gpu-test-compiled: gpu-build
 	$(call stage,$(PYTEST_ON_GPU) -m "gpu and compiled" || [ $$? = 5 ])
 
 gpu-sanitize: gpu-build
-	$(call stage,PYTHONPATH=.:python timeout 590 compute-sanitizer --error-exitcode 1 \
-		$(PY) tests/kernels/sanitize_kv_compact.py)
+	$(call stage,PYTHONPATH=.:python PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout 590 compute-sanitizer --error-exitcode 1 \
+		$(PY) -m pytest -q -m gpu tests/kernels/test_kv_compact.py)
 
 BENCH = $(ON_GPU) -m benchmarks.
 gpu-attention = $(BENCH)bench_tree_attention --budget 480
