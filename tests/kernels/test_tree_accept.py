@@ -281,24 +281,6 @@ def test_views_and_empty_inputs(device: str) -> None:
     assert none["path"].shape == (0, 4)
 
 
-@pytest.mark.gpu
-def test_works_when_captured_and_replayed() -> None:
-    """Every replay is a further step from the state of the previous one; 67 rows read one step number."""
-    case = make(TREE, [[1, 20, 30, 0, 0, 40, 50]] * 67, [[30, 9, 40, 9, 9, 50, 60]] * 67, max_new=[12] * 67, step=0)
-    tensors, wanted = on(case, "cuda"), on(case, "cpu")
-    tree_accept(**{name: tensor.clone() for name, tensor in tensors.items()})
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        tree_accept(**tensors)
-        tensors["step"].add_(1)
-    for _ in range(4):
-        graph.replay()
-        tree_accept(**wanted)
-        wanted["step"] += 1
-        for name, tensor in tensors.items():
-            assert torch.equal(tensor.cpu(), wanted[name]), name
-
-
 @pytest.mark.skipif(interpreted(), reason="nothing is compiled in Triton's interpreter")
 def test_all_threads_of_a_program_read_before_any_writes() -> None:
     """A row's numbers are read by all threads and replaced by one: a barrier is in between, for every tile."""
