@@ -148,28 +148,6 @@ def test_a_text_generation_pipeline(model, heads, tokenizer):
     assert kept(model), "the pipeline did not call medusa_generate"
 
 
-def test_a_pipeline_with_streamer_stop_sequence_and_several_samples(model, heads, tokenizer):
-    writer = pipeline("text-generation", model=model, tokenizer=tokenizer)
-    medusa = {"custom_generate": medusa_generate, "heads": heads, "tree": TREE}
-    settings = {"max_new_tokens": NEW, "do_sample": False, "return_full_text": False, "skip_special_tokens": False}
-    expected, got = Recorder(), Recorder()
-    writer("abc", **settings, streamer=expected)
-    [text] = writer("abc", **settings, streamer=got, **medusa)
-    assert got.values == expected.values
-    assert got.ended == 1
-    whole = text["generated_text"]
-    assert len(whole) == NEW
-    stopped = writer("abc", **settings, stop_sequence=whole[4:6], **medusa)
-    assert stopped == writer("abc", **settings, stop_sequence=whole[4:6])
-    assert len(stopped[0]["generated_text"]) < NEW
-    samples = {"max_new_tokens": NEW, "num_return_sequences": 4, "return_full_text": False}
-    texts = [sample["generated_text"] for sample in writer("abc", **samples, **medusa, seed=3)]
-    assert len(set(texts)) > 1
-    assert texts == [sample["generated_text"] for sample in writer("abc", **samples, **medusa, seed=3)]
-    [scored] = writer("abc", **settings, **medusa, return_dict_in_generate=True, output_scores=True)
-    assert scored["generated_text"] == whole
-
-
 def filled():
     """A cache of two tokens."""
     cache = DynamicCache()

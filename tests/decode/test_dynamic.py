@@ -129,23 +129,6 @@ def test_greedy_text_is_transformers(name, tree):
     assert_some_accepted(output)
 
 
-@pytest.mark.parametrize(
-    ("family", "overrides"),
-    [
-        ("mistral", {"sliding_window": 6}),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1, "num_hidden_layers": 3}),
-        ("qwen3", {"num_key_value_heads": 1}),
-    ],
-)
-def test_windows_and_other_families(family, overrides):
-    model = tiny(family, **overrides)
-    rows = prompts(2, [7, 19])
-    expected = [transformers_greedy(model, row, NEW) for row in rows]
-    ids, mask = padded(rows)
-    with MedusaModel(model, heads_for(model), TREES["70 nodes"]) as medusa:
-        assert new_tokens(medusa.generate(ids, mask, max_new_tokens=NEW), ids.shape[1]) == expected
-
-
 WAYS = {
     "greedy": {},
     "sampled": {"do_sample": True, "temperature": 0.9, "top_p": 0.95, "seed": 11},

@@ -68,19 +68,6 @@ def test_generations_that_sample_have_a_candidate_of_their_own(folders):
             assert [model._adaptive[sample].trees[1] for sample in (False, True)] == [Tree.chain(2), tree]
 
 
-@pytest.mark.parametrize("tree", [Tree.dynamic(8, 2), Tree.chain(2).with_lookup(3)], ids=["dynamic", "copied"])
-def test_a_tree_that_cannot_be_expected_gives_a_warning(folders, caplog, tree):
-    tree.save(folders / "heads" / "medusa_tree.json")
-    with MedusaModel.from_pretrained(folders / "heads") as model:
-        assert tree not in model._policy("auto").trees
-    [record] = caplog.records
-    assert "medusa_tree.json is not used" in record.getMessage()
-    assert "pass it as tree=" in record.getMessage()
-    caplog.clear()
-    with MedusaModel.from_pretrained(folders / "heads", tree=tree):
-        assert caplog.records == []
-
-
 def test_a_checkpoints_tree_that_does_not_fit_is_named(folders):
     Tree.chain(5).save(folders / "heads" / "medusa_tree.json")
     with pytest.raises(ValueError, match=r"medusa_tree.json: tree: path .* has depth 5, expected at most 4"):

@@ -96,26 +96,6 @@ def test_variants_equal_transformers(family, overrides):
     assert_some_accepted(output)
 
 
-def test_heads_with_more_blocks_and_shared_projection():
-    model = tiny()
-    [row] = prompts(1, [8])
-    expected = transformers_greedy(model, row, NEW)
-    for layers, shared in ((2, False), (1, True), (3, True)):
-        with MedusaModel(model, heads_for(model, num_layers=layers, shared=shared), TREES["cartesian"]) as medusa:
-            assert new_tokens(medusa.generate(row[None], max_new_tokens=NEW), len(row)) == [expected]
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_side_and_batch_do_not_change_a_row(side):
-    model = tiny("qwen3")
-    rows = prompts(5, [7, 1, 19, 12, 3])
-    ids, mask = padded(rows, side, fill=5)
-    with MedusaModel(model, heads_for(model), TREES["nodes64"]) as medusa:
-        together = new_tokens(medusa.generate(ids, mask, max_new_tokens=NEW), ids.shape[1])
-        alone = [new_tokens(medusa.generate(row[None], max_new_tokens=NEW), len(row))[0] for row in rows]
-    assert together == alone
-
-
 def test_left_padded_batch_has_transformers_layout():
     model = tiny()
     rows = prompts(4, [7, 2, 11, 5])
@@ -183,16 +163,6 @@ def test_eos_of_the_generation_config_is_used():
     assert len(expected) < NEW
     with MedusaModel(model, heads_for(model)) as medusa:
         assert new_tokens(medusa.generate(row[None], max_new_tokens=NEW), len(row)) == [expected]
-
-
-@pytest.mark.parametrize("max_new", [1, 2, 3])
-def test_small_token_budgets(max_new):
-    model = tiny()
-    rows = prompts(3, [5, 8, 2])
-    ids, mask = padded(rows)
-    with MedusaModel(model, heads_for(model), TREES["nodes64"]) as medusa:
-        output = medusa.generate(ids, mask, max_new_tokens=max_new)
-    assert new_tokens(output, ids.shape[1]) == [transformers_greedy(model, row, max_new) for row in rows]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -34,11 +34,6 @@ def test_only_trees_that_the_heads_can_fill(accuracies, sizes):
 # The acceptance model
 
 
-def test_before_any_step_the_acceptance_model_equals_the_calibration():
-    model = AcceptanceModel(TreeSet(GOOD))
-    assert model.tokens == pytest.approx([tree.expected_tokens(GOOD) for tree in model.tree_set.trees])
-
-
 def scaled(model: AcceptanceModel, first: float, deeper: float) -> list[list[float]]:
     """Probability of continuing, by tree and depth, with the tree set's odds times two factors."""
     found = []
@@ -74,22 +69,6 @@ def test_one_tree_informs_all_others_and_the_error_shrinks_with_memory(first, de
         assert bias < 0.05, memory
     assert errors[1000] < 0.03
     assert errors[10] > 3 * errors[1000]
-
-
-def test_the_recursion_stays_near_the_exact_posterior_mode():
-    tree_set = TreeSet([[0.6]])  # one tree with one node below the root: one shift
-    model, draws = AcceptanceModel(tree_set, memory=1e12, prior=2.0), random.Random(3)
-    outcomes = [draws.random() < 0.3 for _ in range(200)]
-    for outcome in outcomes:
-        model.observe(1, [1 + outcome])
-
-    def log_posterior(shift: float) -> float:
-        chance = 1 / (1 + 0.4 / 0.6 * math.exp(-shift))
-        hits = sum(outcomes)
-        return hits * math.log(chance) + (200 - hits) * math.log(1 - chance) - shift**2
-
-    exact = max((step / 1000 for step in range(-4000, 4000)), key=log_posterior)
-    assert model.tokens[1] - 1 == pytest.approx(1 / (1 + 0.4 / 0.6 * math.exp(-exact)), abs=0.015)
 
 
 def test_old_observations_are_forgotten():

@@ -11,7 +11,6 @@ from transformers.generation.streamers import BaseStreamer
 
 from medusa_decoding import MedusaHeads, MedusaModel, Tree
 from medusa_decoding.backbone.attention_swap import TreeAttention
-from medusa_decoding.model import default_tree
 
 heads_module = importlib.import_module("medusa_decoding.heads")
 verify_module = importlib.import_module("medusa_decoding.decode.verify")
@@ -190,17 +189,6 @@ def test_a_refused_model_is_left_unpatched(build, words):
     with pytest.raises(ValueError, match=words):
         build(model)
     assert not any(isinstance(module, TreeAttention) for module in model.modules())
-
-
-def test_default_tree_of_a_published_checkpoint_is_its_own():
-    heads = MedusaHeads(8, 100, 5)
-    other = default_tree(heads)
-    assert default_tree(heads, "somebody/their-model") == other
-    assert default_tree(heads, "lmsys/vicuna-7b-v1.3") == other  # whose accuracies serve for all
-    own = default_tree(heads, "lmsys/vicuna-33b-v1.3")
-    assert own != other
-    assert own.num_nodes == 64
-    assert default_tree(MedusaHeads(8, 100, 2), "lmsys/vicuna-33b-v1.3").depth == 2
 
 
 @pytest.mark.slow

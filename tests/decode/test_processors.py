@@ -261,23 +261,6 @@ def test_scores_and_logits_equal_transformers(extra):
                     assert not values[row].any()
 
 
-def test_scores_under_sampling_are_the_ones_sampled_from():
-    model = large()
-    [row] = prompts(1, [9])
-    kwargs = {"do_sample": True, "top_k": 4, "temperature": 0.8, "repetition_penalty": 1.2, "max_new_tokens": 12}
-    with MedusaModel(model, heads_for(model), TREES["siblings"]) as medusa:
-        output = medusa.generate(row[None], seed=2, output_scores=True, output_logits=True, **kwargs)
-    text = output.sequences
-    assert_own_logits(model, text[0], torch.cat(output.logits))
-    for place, (scores, logits) in enumerate(zip(output.scores, output.logits, strict=True)):
-        prefix = text[:, : len(row) + place]
-        expected = lp.RepetitionPenaltyLogitsProcessor(1.2)(prefix, logits) / 0.8
-        expected = expected.masked_fill(expected < expected.topk(4).values[:, -1:], float("-inf"))
-        assert torch.equal(scores.isinf(), expected.isinf())
-        assert torch.allclose(scores, expected, atol=1e-5)
-        assert torch.isfinite(scores[0, text[0, len(row) + place]])
-
-
 @pytest.mark.parametrize("name", ["repetition_penalty", "watermarking_config"])
 def test_with_one_seed_the_text_equals_plain_decoding(name):
     model = large("mistral")

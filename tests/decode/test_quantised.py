@@ -254,14 +254,6 @@ def same(left, right):
     return torch.equal(left, right)
 
 
-@pytest.mark.parametrize("name", ["bnb 8 bit, no outliers", "torchao int8 dynamic"])
-def test_rows_of_dynamic_int8_are_computed_alone(name, folder):
-    layer = quantised(name, folder / "base").model.layers[0].mlp.down_proj
-    rows = torch.randn(64, 192, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        assert torch.equal(layer(rows), torch.cat([layer(row[None]) for row in rows]))
-
-
 @pytest.mark.parametrize("name", ["torchao int8, lm_head", "bnb nf4, double, lm_head, restored"])
 def test_shared_heads_propose_through_a_quantised_lm_head(name, folder):
     model = quantised(name, folder / "base")

@@ -1,8 +1,5 @@
 """What is cached between generations: states and steps, and when they are rebuilt."""
 
-import gc
-import weakref
-
 import pytest
 import torch
 from models import heads_for, prompts, tiny, transformers_greedy
@@ -58,13 +55,6 @@ def test_graphs_over_acquired_states_are_dropped_with_their_step(medusa):
     assert wider.captured == {("kept", "key"): "graph"}
     pool.clear()
     assert wider.captured == {}
-
-
-def test_the_pool_keeps_no_acquired_state_alive(medusa):
-    pool = StatePool(medusa.backbone, keep=2)
-    state = weakref.ref(pool.acquire(Sizes([5], 10), 60))
-    gc.collect()
-    assert state() is None
 
 
 def test_rows_of_a_cache_have_counters_of_their_own(medusa, monkeypatch):

@@ -7,13 +7,12 @@ within accepted paths.
 import copy
 import itertools
 import time
-from threading import Thread
 
 import pytest
 import torch
-from models import heads_for, padded, prompts, tiny, transformers_greedy
+from models import padded, prompts, tiny, transformers_greedy
 from oracles import PRINTABLE, byte_tokenizer, new_tokens, taught
-from transformers import StoppingCriteria, StopStringCriteria, TextIteratorStreamer, TextStreamer
+from transformers import StoppingCriteria
 from transformers.generation import EosTokenCriteria
 
 from medusa_decoding import MedusaModel, Tree
@@ -100,26 +99,6 @@ def test_stop_strings_cut_where_transformers_cuts(tokenizer, family, tree):
                 across += any(first > end + 1 - size and first <= end for first, _ in whole)
     assert cut_within >= 5
     assert across >= 5
-
-
-def test_several_strings_and_ones_that_begin_in_the_prompt(tokenizer, written):
-    row, text = written.rows[0], written.texts[0]
-    early, late = 7, 30
-    strings = [tokenizer.decode(text[late - 1 : late + 1]), tokenizer.decode(text[early - 1 : early + 1]), "nowhere"]
-    # The third begins in the prompt and ends with the first new token.
-    over_the_edge = tokenizer.decode([int(row[-1]), text[0]])
-    cases = [(row, strings), (row, ["nowhere", "neither"]), (row, over_the_edge)]
-    with written.swapped() as medusa:
-        for prompt, stop in cases:
-            kwargs = {"stop_strings": stop, "tokenizer": tokenizer, "max_new_tokens": NEW}
-            expected = written.model.generate(
-                prompt[None], attention_mask=torch.ones(1, len(prompt)), do_sample=False, **kwargs
-            )
-            assert medusa.generate(prompt[None], **kwargs).sequences.tolist() == expected.tolist()
-            if stop is strings:
-                assert expected.shape[1] <= len(row) + early + 1
-            if stop is over_the_edge:
-                assert expected.shape[1] == len(row) + 1
 
 
 class EndsAt(StoppingCriteria):
@@ -283,31 +262,6 @@ def test_streamers_get_each_token_in_order_and_nothing_after_the_end(tokenizer, 
     consistent(output)
 
 
-def test_text_streamers_of_transformers(tokenizer, written, capsys):
-    """They print at spaces, which are frequent here; since transformers 5.24 they print letters and digits at once."""
-
-    def frequent(text, scores):
-        return scores + 10.0 * (torch.arange(scores.shape[-1]) == 0)
-
-    row, kwargs = written.rows[0], {"logits_processor": [frequent], "max_new_tokens": NEW}
-    alone = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
-    text = transformers_greedy(written.model, row, streamer=alone, **kwargs)
-    heads = taught(written.model, [(row.tolist(), text)])
-    whole = tokenizer.decode(text)
-    with MedusaModel(written.model, heads, TREES["siblings"]) as medusa:
-        output = medusa.generate(row[None], streamer=TextStreamer(tokenizer, skip_prompt=True), **kwargs)
-        assert sum(output.accept_lengths[0]) > 5
-        assert capsys.readouterr().out == whole + "\n"
-        streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=60)
-        thread = Thread(target=medusa.generate, args=(row[None],), kwargs={"streamer": streamer, **kwargs})
-        thread.start()
-        pieces = list(streamer)
-        thread.join()
-    assert "".join(pieces) == whole
-    assert pieces == list(alone)
-    assert sum(map(bool, pieces)) >= whole.count(" ") + (not whole.endswith(" ")) > 3
-
-
 class WrongError(Exception):
     pass
 
@@ -374,28 +328,3 @@ def test_a_host_that_reads_one_step_late_cuts_at_the_same_token(written, monkeyp
         recorder = Recorder()
         medusa.generate(written.rows[0][None], max_new_tokens=NEW, stopping_criteria=[criterion], streamer=recorder)
         assert [value[0] for value in recorder.values[1:]] == expected[0]
-
-
-def test_stop_strings_under_sampling_and_typical_acceptance(tokenizer, written):
-    """Under any token selection the text is cut at its first stop string, and unchanged before it."""
-    model = tiny(vocab_size=PRINTABLE)
-    [row] = prompts(1, [9], vocab=PRINTABLE)
-    some = [chr(byte) for byte in range(ord("A"), ord("H"))]
-    cut = 0
-    with MedusaModel(model, heads_for(model), TREES["siblings"]) as medusa:
-        for kwargs in ({"do_sample": True, "temperature": 2.0, "seed": 3}, {"acceptance": "typical"}):
-            whole = new_tokens(medusa.generate(row[None], max_new_tokens=80, **kwargs), len(row))[0]
-            output = medusa.generate(
-                row[None], max_new_tokens=80, stop_strings=some, tokenizer=tokenizer, metrics=True, **kwargs
-            )
-            criterion = StopStringCriteria(tokenizer, some)
-            ends = [
-                count
-                for count in range(1, 81)
-                if criterion(torch.cat([row, torch.tensor(whole[:count])])[None], None).all()
-            ]
-            expected = whole[: ends[0]] if ends else whole
-            assert new_tokens(output, len(row)) == [expected]
-            consistent(output)
-            cut += bool(ends)
-    assert cut == 2

@@ -263,15 +263,6 @@ def test_steps_of_sharded_models_are_eager_or_refused(reports, backend):
     assert all(report["disagree"][backend] == words for report in reports)
 
 
-def test_one_process_has_no_peers():
-    model = tiny()
-    tensor, peers = torch.ones(3), Peers.from_model(model)
-    assert peers.size == 1
-    assert peers.broadcast(tensor) is tensor
-    assert peers.agree(5) == 5
-    assert not torch.distributed.is_initialized()
-
-
 def test_command_prints_once_what_transformers_writes():
     prompt = "def main("
     out, err = torchrun(

@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from calls import IDS, NEW, TREE, WANTED, kept, one_letter_per_token, plain, with_heads
-from models import padded, prompts, transformers_greedy
+from models import transformers_greedy
 from transformers import (
     CompileConfig,
     DynamicCache,
@@ -194,26 +194,6 @@ def test_messages_say_when_transformers_made_the_mask(model, heads, ids, words):
         with_heads(model, heads, ids, attention_mask=mask)
     rows = with_heads(model, heads, ids, attention_mask=torch.ones_like(ids))[:, ids.shape[1] :]
     assert rows.tolist() == [transformers_greedy(model, row, NEW) for row in ids]
-
-
-def test_a_row_equals_the_row_alone_where_transformers_counts_padding(model, heads):
-    rows = prompts(4, [7, 2, 3])
-    alone = [transformers_greedy(model, row, NEW, no_repeat_ngram_size=2) for row in rows]
-    other = 0
-    for pad in (4, 5, 8):
-        ids, mask = padded(rows, fill=pad)
-        given = {"attention_mask": mask, "no_repeat_ngram_size": 2}
-        other += plain(model, ids, **given)[:, 7:].tolist() != alone
-        assert with_heads(model, heads, ids, **given)[:, 7:].tolist() == alone
-    assert other, "transformers does not see the padding: the docstrings' remark is no longer needed"
-
-
-def test_a_row_padded_on_the_right_goes_on_after_its_last_token(model, heads):
-    rows = prompts(3, [7, 2, 3])
-    ids, mask = padded(rows, side="right")
-    alone = [transformers_greedy(model, row, NEW) for row in rows]
-    assert plain(model, ids, attention_mask=mask)[:, 7:].tolist() != alone
-    assert with_heads(model, heads, ids, attention_mask=mask)[:, 7:].tolist() == alone
 
 
 def test_prompts_in_every_form(model, heads):

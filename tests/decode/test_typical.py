@@ -225,19 +225,6 @@ def test_typical_acceptance_is_never_the_default():
     assert default == transformers_greedy(model, row, 40) != lossy
 
 
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"threshold": 1.1}, "posterior_threshold: expected above 0 and at most 1, got 1.1"),
-        ({"alpha": 0.0}, "posterior_alpha: expected above 0 and below 1, got 0.0"),
-        ({"temperature": math.inf}, "temperature: expected above 0 and finite, got inf"),
-    ],
-)
-def test_values_out_of_range_are_refused(settings, words):
-    with pytest.raises(ValueError, match=words):
-        TypicalAcceptance(**settings)
-
-
 def accepted_path(selector, tree, tokens, weight, hidden):
     """The tokens of one step: the accepted ones and the one after them."""
     shape = TreeTensors.from_tree(tree, torch.device("cpu"))
