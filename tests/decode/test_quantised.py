@@ -209,7 +209,7 @@ def test_the_text_is_that_of_the_quantised_model(name, dtype, folder, unquantise
 EXACT = ["bnb nf4, double, lm_head, restored", "torchao int8, lm_head", "torchao int4"]
 
 
-@pytest.mark.parametrize(("name", "family"), zip(EXACT, ["mistral", "qwen2", "qwen3"], strict=True))
+@pytest.mark.parametrize(("name", "family"), [*zip(EXACT, ["mistral", "qwen2", "qwen3"], strict=True)])
 def test_other_families_own_heads_and_padded_rows(name, family, tmp_path):
     plain = small(family)
     plain.save_pretrained(tmp_path)
