@@ -23,14 +23,13 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.utils.hub import cached_file
 
-from medusa_decoding.checkpoints.config_checks import check_config, check_keys, check_revision, read_settings
+from medusa_decoding.checkpoints.config_checks import check_config, check_revision, read_settings
 from medusa_decoding.checkpoints.tensor_files import listed, model_weights, open_tensors, read_index
 from medusa_decoding.gguf_files import check_gguf, find_gguf
 from medusa_decoding.heads import not_finite
@@ -66,7 +65,7 @@ def stated_sizes(base_model: str, revision: str | None = None) -> dict[str, int]
 
 
 def read_file(name: str | Path, *, argument: str = "base_model", **hub: Any) -> dict[str, Any]:
-    """Return the content of a model's config.json, checked for impossible and dangerous values.
+    """Return the content of a model's config.json, checked for impossible sizes.
 
     `argument` is the one that messages name, `hub` are arguments of the hub, such as `revision`.
 
@@ -193,12 +192,12 @@ def load_model(
     hub = {key: kwargs[key] for key in _HUB_ARGUMENTS if key in kwargs and key != "gguf_file"}
     with _explained(argument, name, "a model's folder or hub id within reach"):
         found = _file_of(name, gguf or "config.json", **hub)
-        folder, adapter, settings = found.parent, None, {}
+        folder, adapter = found.parent, None
         if gguf is None:  # transformers ignores what is next to a GGUF file
             generation = cached_file(name, "generation_config.json", **_MAY_BE_MISSING, **hub)
-            settings = read_settings(generation) if generation else {}
+            if generation:  # transformers passes over a damaged one
+                read_settings(generation)
             adapter = cached_file(name, "adapter_config.json", **_MAY_BE_MISSING, **hub)
-    check_keys(settings, folder / "generation_config.json", GenerationConfig)
     usual = gguf is None and not kwargs.get("variant") and kwargs.get("use_safetensors") is not False
     model_class: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     quantised = getattr(config, "quantization_config", None) is not None
