@@ -64,7 +64,7 @@ def changed(content: bytes, changes: list[tuple[float, str, bytes]]) -> bytes:
 def test_changed_bytes_raise_what_is_documented(tmp_path: Path, form: str) -> None:
     outcomes = set()
 
-    @settings(max_examples=120, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=60, deadline=None, derandomize=True, database=None)
     @given(st.data())
     def change(data: st.DataObject) -> None:
         files = ORIGINALS[form]

@@ -95,11 +95,6 @@ class TestReads:
         (tmp_path / "model-00003-of-00003.safetensors").write_bytes(b"poison")
         assert read_heads(tmp_path).heads.num_heads == 3
 
-    def test_the_bases_dtype_may_differ(self, tmp_path: Path, tiny_llama: LlamaForCausalLM, heads: Tensors) -> None:
-        halves = {name: tensor.half() for name, tensor in heads.items()}
-        write_model(tmp_path, tiny_llama, halves, "model.safetensors")
-        assert read_heads(tmp_path).heads.w1.dtype == torch.float16
-
     def test_shared_projection_takes_the_vocabulary_of_the_same_config(
         self, tmp_path: Path, tiny_llama: LlamaForCausalLM, paper_tensors: MakeTensors
     ) -> None:
@@ -119,32 +114,16 @@ class TestReads:
 
 
 class TestRefuses:
-    @pytest.mark.parametrize("form", FORMS)
-    def test_a_missing_tensor_is_named(
-        self, tmp_path: Path, tiny_llama: LlamaForCausalLM, heads: Tensors, form: str
-    ) -> None:
+    def test_a_missing_tensor_is_named(self, tmp_path: Path, tiny_llama: LlamaForCausalLM, heads: Tensors) -> None:
         del heads["medusa_head.1.1.linear.bias"]
-        write_model(tmp_path, tiny_llama, heads, form)
+        write_model(tmp_path, tiny_llama, heads, "model.safetensors.index.json")
         with pytest.raises(ValueError, match=r"missing medusa_head\.1\.1\.linear\.bias$"):
-            read_heads(tmp_path)
-
-    def test_an_unexpected_tensor_is_named(self, tmp_path: Path, tiny_llama: LlamaForCausalLM, heads: Tensors) -> None:
-        heads["medusa_head.scale"] = torch.ones(1)
-        write_model(tmp_path, tiny_llama, heads, "model.safetensors")
-        with pytest.raises(ValueError, match=r"unexpected medusa_head\.scale$"):
             read_heads(tmp_path)
 
     def test_a_missing_shard_is_named(self, tmp_path: Path, tiny_llama: LlamaForCausalLM, heads: Tensors) -> None:
         write_model(tmp_path, tiny_llama, heads, "model.safetensors.index.json")
         (tmp_path / "model-00002-of-00003.safetensors").unlink()
         with pytest.raises(ValueError, match=r"index\.json: weight_map: expected the file model-00002"):
-            read_heads(tmp_path)
-
-    def test_a_truncated_shard_is_named(self, tmp_path: Path, tiny_llama: LlamaForCausalLM, heads: Tensors) -> None:
-        write_model(tmp_path, tiny_llama, heads, "model.safetensors.index.json")
-        shard = tmp_path / "model-00001-of-00003.safetensors"
-        shard.write_bytes(shard.read_bytes()[:-3])
-        with pytest.raises(ValueError, match=r"model-00001-of-00003\.safetensors: .*truncated"):
             read_heads(tmp_path)
 
     def test_a_shard_that_lacks_a_tensor_of_the_index_is_named(
@@ -164,23 +143,6 @@ class TestRefuses:
         shard = tmp_path / "model-00002-of-00003.safetensors"
         save_file(load_file(shard) | {"medusa_head.3.2.weight": torch.ones(11, 8)}, shard)
         with pytest.raises(ValueError, match=r"medusa_head\.3\.2\.weight: expected in no file.*got it in model-00002"):
-            read_heads(tmp_path)
-
-    def test_an_index_that_points_out_of_the_folder_is_refused(
-        self, tmp_path: Path, tiny_llama: LlamaForCausalLM, heads: Tensors
-    ) -> None:
-        folder = tmp_path / "model"
-        folder.mkdir()
-        write_model(folder, tiny_llama, heads, "model.safetensors.index.json")
-        save_file(heads, tmp_path / "secret.safetensors")
-        index = {"weight_map": dict.fromkeys(heads, "../secret.safetensors")}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-        with pytest.raises(ValueError, match=r"weight_map: expected names of files beside it, got '\.\./secret"):
-            read_heads(folder)
-
-    def test_an_index_without_a_weight_map_is_refused(self, tmp_path: Path) -> None:
-        (tmp_path / "model.safetensors.index.json").write_text("{}")
-        with pytest.raises(ValueError, match=r"index\.json: expected a weight_map"):
             read_heads(tmp_path)
 
 
@@ -212,24 +174,6 @@ class TestBaseModel:
         write_model(tmp_path, tiny_llama, heads, "model.safetensors")
         LlamaForCausalLM.from_pretrained(tmp_path)
         assert "medusa_head" in transformers_log.text
-
-    def test_other_unexpected_tensors_are_refused(
-        self, tmp_path: Path, tiny_llama: LlamaForCausalLM, heads: Tensors
-    ) -> None:
-        stray = {"model.extra.weight": torch.ones(2)}
-        checkpoint = read_heads(write_model(tmp_path, tiny_llama, heads | stray, "model.safetensors"))
-        with pytest.raises(ValueError, match=r"\(2 layers\), got also model\.extra\.weight;"):
-            load_base_model(checkpoint)
-
-    def test_a_weight_missing_from_the_files_is_an_error(
-        self, tmp_path: Path, tiny_llama: LlamaForCausalLM, heads: Tensors
-    ) -> None:
-        checkpoint = read_heads(write_model(tmp_path, tiny_llama, heads, "model.safetensors"))
-        tensors = load_file(tmp_path / "model.safetensors")
-        del tensors["model.norm.weight"]
-        save_file(tensors, tmp_path / "model.safetensors")
-        with pytest.raises(ValueError, match=r"expected every weight of LlamaForCausalLM, got none for model\.norm"):
-            load_base_model(checkpoint)
 
     def test_the_class_of_transformers_is_not_patched(
         self, tmp_path: Path, tiny_llama: LlamaForCausalLM, heads: Tensors
@@ -265,7 +209,7 @@ class TestBaseModel:
         with pytest.raises(ValueError, match=r"expected a model_type .*got 'medusa_llama'; its own code .*never run"):
             load_base_model(checkpoint)
 
-    @pytest.mark.parametrize("model_type", ["vit", "", None])
+    @pytest.mark.parametrize("model_type", ["vit", None])
     def test_a_folder_without_a_language_model_is_refused(
         self, tmp_path: Path, tiny_llama: LlamaForCausalLM, heads: Tensors, model_type: str | None
     ) -> None:

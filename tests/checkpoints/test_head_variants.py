@@ -24,20 +24,17 @@ KINDS: dict[str, tuple[Storage, dict[str, Any]]] = {
     "fp8": ("fp8", {}),
     "fp8 beside bfloat16": ("fp8", {"dtype": torch.bfloat16}),
     "parents": ("float", {"parent_rank": 3}),
-    "parents of one rank, no bias": ("float", {"parent_rank": 1, "bias": False}),
     "shared, trimmed, parents": ("float", {"shared_projection": True, "token_map": MAP, "parent_rank": 2}),
     "shared, trimmed, all parents": (  # as earlier versions wrote them
         "float",
         {"shared_projection": True, "token_map": MAP, "parent_rank": 2, "all_parents": True},
     ),
-    "shared, parents": ("float", {"shared_projection": True, "parent_rank": 2}),
     "int8, trimmed, parents": ("int8", {"token_map": MAP, "parent_rank": 2}),
     "root": ("float", {"root_rank": 2}),
     "shared, root, parents, no bias": (
         "float",
         {"shared_projection": True, "parent_rank": 2, "root_rank": HIDDEN, "bias": False},
     ),
-    "int8, trimmed, root": ("int8", {"token_map": MAP, "root_rank": 1, "dtype": torch.bfloat16}),
     "fp8, trimmed, parents, bfloat16": ("fp8", {"token_map": MAP, "parent_rank": 2, "dtype": torch.bfloat16}),
 }
 
@@ -112,29 +109,13 @@ def test_names_and_config_of_a_root_input(tmp_path: Path) -> None:
 ROOT_DAMAGES: dict[str, tuple[Callable[[Tensors], Any], str]] = {
     "one root missing": (lambda t: t.pop("1.root_up"), r"missing 1\.root_up$"),
     "no matrix of all": (lambda t: t.pop("root_down"), r"missing root_down$"),
-    "the matrix of all alone": (
-        lambda t: [t.pop(f"{h}.root_up") for h in range(3)],
-        r"missing 0\.root_up, 1\.root_up, 2\.root_up$",
-    ),
     "a rank above the hidden size": (
         lambda t: t.update({"root_down": torch.ones(HIDDEN + 1, HIDDEN)}),
         r"root_down in .*: expected at most 6 rows \(the hidden size\), got 7",
     ),
-    "a root of one more head": (
-        lambda t: t.update({"3.root_up": torch.ones(HIDDEN, 2)}),
-        r"missing 3\.0\.linear\.weight",
-    ),
     "a misshapen root": (
         lambda t: t.update({"0.root_up": torch.ones(HIDDEN, 3)}),
         r"0\.root_up in .*: expected shape \[6, 2\], got \[6, 3\]",
-    ),
-    "a root of another dtype": (
-        lambda t: t.update({"root_down": t["root_down"].half()}),
-        r"root_down in .*: expected dtype float32 like 0\.0\.linear\.weight, got float16",
-    ),
-    "NaN in a root": (
-        lambda t: t.update({"1.root_up": poisoned(t["1.root_up"], float("nan"))}),
-        r"1\.root_up in .*: expected finite weights",
     ),
 }
 
@@ -214,10 +195,7 @@ def test_the_parent_term_gives_the_vocabulary(tmp_path: Path) -> None:
         read_heads(tmp_path / "heads", vocab_size=10)
 
 
-@pytest.mark.parametrize(
-    ("field", "said", "held"),
-    [("medusa_storage", "fp8", "int8"), ("medusa_storage", "float", "int8"), ("medusa_parent_rank", 5, 2)],
-)
+@pytest.mark.parametrize(("field", "said", "held"), [("medusa_storage", "fp8", "int8"), ("medusa_parent_rank", 5, 2)])
 def test_a_config_that_contradicts_is_reported(folder: Path, field: str, said: object, held: object) -> None:
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {field: said}))
@@ -237,18 +215,9 @@ DAMAGES: dict[str, tuple[Callable[[Tensors], Any], str]] = {
         lambda t: [t.pop(f"{h}.2.weight_scale") for h in range(3)],
         r"missing 0\.2\.weight_scale, 1\.2\.weight_scale, 2\.2\.weight_scale$",
     ),
-    "one scale missing": (lambda t: t.pop("1.2.weight_scale"), r"missing 1\.2\.weight_scale$"),
-    "scales of float projections": (
-        lambda t: t.update({f"{h}.2.weight": torch.ones(3, HIDDEN) for h in range(3)}),
-        r"unexpected 0\.2\.weight_scale",
-    ),
     "a misshapen scale": (
         lambda t: t.update({"1.2.weight_scale": torch.ones(4)}),
         r"1\.2\.weight_scale in .*: expected shape \[3\], got \[4\]",
-    ),
-    "a scale of another dtype": (
-        lambda t: t.update({"0.2.weight_scale": torch.ones(3, dtype=torch.bfloat16)}),
-        r"0\.2\.weight_scale in .*: expected dtype float32, got bfloat16",
     ),
     "an infinite scale": (
         lambda t: t.update({"2.2.weight_scale": poisoned(t["2.2.weight_scale"], float("inf"))}),
@@ -258,14 +227,6 @@ DAMAGES: dict[str, tuple[Callable[[Tensors], Any], str]] = {
         lambda t: t.update({"1.2.weight": torch.ones(3, HIDDEN)}),
         r"1\.2\.weight in .*: expected dtype int8, got float32",
     ),
-    "another 8 bits among them": (
-        lambda t: t.update({"0.2.weight": torch.ones(3, HIDDEN).to(torch.float8_e4m3fn)}),
-        r"0\.2\.weight in .*: expected dtype int8, got float8_e4m3fn",
-    ),
-    "8 bits of no known kind": (
-        lambda t: t.update({f"{h}.2.weight": torch.ones(3, HIDDEN, dtype=torch.uint8) for h in range(3)}),
-        r"unexpected 0\.2\.weight_scale",
-    ),
     "NaN in fp8": (
         lambda t: t.update(
             {f"{h}.2.weight": poisoned(torch.ones(3, HIDDEN), float("nan")).to(torch.float8_e4m3fn) for h in range(3)}
@@ -273,19 +234,6 @@ DAMAGES: dict[str, tuple[Callable[[Tensors], Any], str]] = {
         r"0\.2\.weight in .*: expected finite weights, got values from nan",
     ),
     "no candidates": (lambda t: t.pop("candidate_tokens"), r"missing candidate_tokens$"),
-    "one mix missing": (lambda t: t.pop("2.parent_mix"), r"missing 2\.parent_mix$"),
-    "a mix of one more head": (
-        lambda t: t.update({"3.parent_mix": torch.eye(2)}),
-        r"missing 3\.0\.linear\.weight",
-    ),
-    "mixes alone": (
-        lambda t: [t.pop("parent_tokens"), t.pop("candidate_tokens")],
-        r"missing parent_tokens, candidate_tokens$",
-    ),
-    "parents that are no matrix": (
-        lambda t: t.update({"parent_tokens": torch.ones(VOCAB)}),
-        r"parent_tokens in .*: expected shape \[V, r\], got \[11\]",
-    ),
     "candidates of all tokens": (
         lambda t: t.update({"candidate_tokens": torch.ones(VOCAB, 2)}),
         r"candidate_tokens in .*: expected shape \[3, 2\], got \[11, 2\]",
@@ -294,17 +242,9 @@ DAMAGES: dict[str, tuple[Callable[[Tensors], Any], str]] = {
         lambda t: t.update({"1.parent_mix": torch.eye(3)}),
         r"1\.parent_mix in .*: expected shape \[2, 2\], got \[3, 3\]",
     ),
-    "parents of another dtype": (
-        lambda t: t.update({"parent_tokens": t["parent_tokens"].half()}),
-        r"parent_tokens in .*: expected dtype float32 like 0\.0\.linear\.weight, got float16",
-    ),
     "NaN in the parents": (
         lambda t: t.update({"parent_tokens": poisoned(t["parent_tokens"], float("nan"))}),
         r"parent_tokens in .*: expected finite weights",
-    ),
-    "-Inf in a mix": (
-        lambda t: t.update({"0.parent_mix": poisoned(t["0.parent_mix"], float("-inf"))}),
-        r"0\.parent_mix in .*: expected finite weights",
     ),
 }
 
@@ -324,29 +264,11 @@ def test_parents_of_whole_projections_have_their_vocabulary(tmp_path: Path) -> N
         read_heads(tmp_path / "heads")
 
 
-class TestRefusesToWrite:
-    @pytest.mark.parametrize(
-        ("config", "message"),
-        [
-            ({"medusa_storage": "fp8"}, "config: expected medusa_storage 'int8' like the heads, got 'fp8'"),
-            ({"medusa_root_rank": 3}, "config: expected medusa_root_rank 0 like the heads, got 3"),
-            ({"medusa_parent_rank": 0}, "config: expected medusa_parent_rank 2 like the heads, got 0"),
-        ],
-    )
-    def test_a_contradicting_config_is_not_written(self, tmp_path: Path, config: dict[str, Any], message: str) -> None:
-        with pytest.raises(ValueError, match=message):
-            write_heads(made("int8, trimmed, parents"), tmp_path / "heads", base_model="b", config=config)
-        with pytest.raises(ValueError, match="config: expected medusa_storage 'float' like the heads, got 'int8'"):
-            write_heads(made("parents"), tmp_path / "heads", base_model="b", config={"medusa_storage": "int8"})
-        assert list(tmp_path.iterdir()) == []
-
-    @pytest.mark.parametrize(
-        ("name", "message"),
-        [("w2_scale", r"2\.2\.weight_scale .*expected finite"), ("parent_tokens", "parent_tokens .*expected finite")],
-    )
-    def test_weights_that_a_reader_would_refuse_are_not_written(self, tmp_path: Path, name: str, message: str) -> None:
-        heads = made("int8, trimmed, parents")
-        getattr(heads, name).view(-1)[-1] = float("nan")
-        with pytest.raises(ValueError, match=message):
-            write_heads(heads, tmp_path / "heads", base_model="someone/base")
-        assert list(tmp_path.iterdir()) == []
+def test_what_a_reader_would_refuse_is_not_written(tmp_path: Path) -> None:
+    heads = made("int8, trimmed, parents")
+    with pytest.raises(ValueError, match="config: expected medusa_storage 'int8' like the heads, got 'fp8'"):
+        write_heads(heads, tmp_path / "heads", base_model="b", config={"medusa_storage": "fp8"})
+    heads.w2_scale.view(-1)[-1] = float("nan")  # type: ignore[operator, union-attr]
+    with pytest.raises(ValueError, match=r"2\.2\.weight_scale .*expected finite"):
+        write_heads(heads, tmp_path / "heads", base_model="someone/base")
+    assert list(tmp_path.iterdir()) == []

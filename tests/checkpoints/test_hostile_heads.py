@@ -49,11 +49,6 @@ def float32(shape: list[int], begin: int, end: int) -> dict[str, Any]:
     return {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
 
 
-def older(value: Any) -> Callable[[Path], None]:
-    """Write the format of torch before 1.6, a sequence of pickles."""
-    return lambda folder: torch.save(value, folder / PT, _use_new_zipfile_serialization=False)
-
-
 def named(heads: int, block: torch.Tensor, projection: torch.Tensor) -> Tensors:
     return {f"{k}.0.linear.weight": block for k in range(heads)} | {f"{k}.1.weight": projection for k in range(heads)}
 
@@ -65,10 +60,6 @@ def vllm(tensors: Tensors, **config: Any) -> Callable[[Path], None]:
         (folder / "config.json").write_text(json.dumps(sizes | config))
 
     return write
-
-
-def embedded(tensors: Any) -> Callable[[Path], None]:
-    return lambda folder: torch.save(tensors, folder / "pytorch_model.bin")
 
 
 def index(weight_map: Any) -> Callable[[Path], None]:
@@ -90,90 +81,35 @@ def expanded(*shape: int) -> torch.Tensor:
     return torch.zeros(1).expand(*shape)
 
 
-_ZEROS = {f"{k}.{k}.x": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for k in range(20_000)}
 HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
     "views of one number": (
         pt(named(2, expanded(8192, 8192), expanded(VOCAB, 8192))),
         rf"{PT}: 0\.0\.linear\.weight: expected 268435456 bytes of values, got 4 ",
     ),
-    "views of one number, older": (
-        older(named(2, expanded(8192, 8192), expanded(VOCAB, 8192))),
-        rf"{PT}: 0\.0\.linear\.weight: expected 268435456 bytes of values, got 4 ",
-    ),
-    "a projection that is a view of one number": (
-        pt(BLOCK | {"0.1.weight": expanded(2**24, HIDDEN)}),
-        rf"{PT}: 0\.1\.weight: expected 536870912 bytes of values, got 4 ",
-    ),
     "a token_map that is a view of one number": (
         pt(BLOCK | {"token_map": torch.zeros(1, dtype=torch.int64).expand(10**8)}),
         rf"{PT}: token_map: expected 800000000 bytes of values, got 8 ",
-    ),
-    "views of one number, embedded": (
-        embedded({"medusa_head.0.0.linear.weight": expanded(8192, 8192)}),
-        r"pytorch_model\.bin: medusa_head\.0\.0\.linear\.weight: expected 268435456 bytes of values, got 4 ",
     ),
     "a sparse tensor": (
         pt({"0.0.linear.weight": torch.eye(8).to_sparse()}),
         rf"{PT}: 0\.0\.linear\.weight: expected a plain tensor, got a sparse",
     ),
-    "a tensor without values": (
-        pt({"0.0.linear.weight": torch.empty(2**20, 2**20, device="meta")}),
-        rf"{PT}: 0\.0\.linear\.weight: expected a plain tensor, got a sparse",
-    ),
-    "complex numbers": (
-        pt({"0.0.linear.weight": torch.ones(8, 8, dtype=torch.complex64)}),
-        r"0\.0\.linear\.weight in .*expected dtype float16, .*got complex64",
-    ),
     "a name of head and block 999": (
         safe({"999.999.linear.weight": torch.ones(1, 1)}),
         r"expected the tensors of complete heads, got missing at least 0\.0\.linear\.weight, .* and 97 more",
-    ),
-    "a projection of head 999": (
-        pt(WHOLE | {"999.1.weight": torch.ones(VOCAB, HIDDEN)}),
-        r"got missing at least 1\.0\.linear\.weight, .* and 97 more",
     ),
     "a header of 8 exabytes": (header(b"{}", 2**63 - 1), rf"{SAFE}: expected a safetensors file"),
     "a shape of terabytes": (
         header({"0.0.linear.weight": float32([2**20, 2**20], 0, 256)}, size=256),
         rf"{SAFE}: expected a safetensors file",
     ),
-    "a shape beyond 64 bits": (
-        header({"0.0.linear.weight": float32([2**62, 2**62], 0, 256)}, size=256),
-        rf"{SAFE}: expected a safetensors file",
-    ),
     "tensors in the same place": (
         header({"0.0.linear.weight": float32([8, 8], 0, 256), "1.0.linear.weight": float32([8, 8], 0, 256)}, size=256),
         rf"{SAFE}: expected a safetensors file",
     ),
-    "negative offsets": (
-        header({"0.0.linear.weight": float32([8, 8], -256, 0)}, size=256),
-        rf"{SAFE}: expected a safetensors file",
-    ),
-    "a header nested deeply": (header(b'{"a":' + b"[" * 200_000), rf"{SAFE}: expected a safetensors file"),
-    "twenty thousand tensors of no size": (header(_ZEROS), r"got missing 0\.0\.linear\.weight"),
-    "a block of no size": (safe({"0.0.linear.weight": torch.ones(0, 0)}), r"expected shape \[H, H\], got \[0, 0\]"),
-    "a projection of no rows": (
-        safe(BLOCK | {"0.1.weight": torch.ones(0, 8)}),
-        r"expected shape \[V', 8\], got \[0, 8\]",
-    ),
-    "a scale of one number": (
-        safe(BLOCK | {"0.1.weight": torch.ones(11, 8, dtype=torch.int8), "0.1.weight_scale": torch.ones(1)}),
-        r"0\.1\.weight_scale in .*expected shape \[11\], got \[1\]",
-    ),
-    "a scale of a matrix": (
-        safe(BLOCK | {"0.1.weight": torch.ones(11, 8).to(torch.float8_e4m3fn), "0.1.weight_scale": torch.ones(11, 8)}),
-        r"0\.1\.weight_scale in .*expected shape \[11\], got \[11, 8\]",
-    ),
     "no scale": (
         safe(BLOCK | {"0.1.weight": torch.ones(11, 8, dtype=torch.int8)}),
         r"got missing 0\.1\.weight_scale",
-    ),
-    "a scale that is not finite": (
-        safe(
-            BLOCK
-            | {"0.1.weight": torch.ones(11, 8, dtype=torch.int8), "0.1.weight_scale": torch.full((11,), float("inf"))}
-        ),
-        r"0\.1\.weight_scale in .*expected finite weights",
     ),
     "a token_map of negative ids": (
         safe(BLOCK | {"token_map": torch.tensor([-1, 3])}),
@@ -183,10 +119,6 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
         safe(BLOCK | {"token_map": torch.tensor([1.0, 3.0])}),
         r"token_map in .*: expected int64 .*, got float32",
     ),
-    "a token_map longer than the vocabulary": (
-        safe(BLOCK | {"token_map": torch.arange(12)}),
-        r"token_map in .*: expected at most 11 ids \(the vocabulary\), got 12",
-    ),
     "parents of no rank": (
         safe(
             WHOLE
@@ -195,21 +127,9 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
         ),
         r"parent_tokens in .*: expected shape \[V, r\], got \[11, 0\]",
     ),
-    "a root input of head 999": (
-        safe(WHOLE | {"999.root_up": torch.ones(HIDDEN, 2), "root_down": torch.ones(2, HIDDEN)}),
-        r"expected the tensors of complete heads, got missing at least 0\.root_up",
-    ),
-    "a root input of no rank": (
-        safe(WHOLE | {"0.root_up": torch.ones(HIDDEN, 0), "root_down": torch.ones(0, HIDDEN)}),
-        r"root_down in .*: expected shape \[r, H\], got \[0, 8\]",
-    ),
     "vllm: a name of head and block 999": (
         vllm({"blocks.999.layers.999.weight": torch.ones(1, 1), "lm_heads.0.weight": torch.ones(1, 1)}),
         r"expected the tensors of complete heads, got missing at least 0\.0\.linear\.weight",
-    ),
-    "vllm: a head whose number has 5,000 digits": (
-        vllm({f"blocks.{'9' * 5000}.layers.0.weight": torch.ones(8, 8), "lm_heads.0.weight": torch.ones(11, 8)}),
-        r"expected names that vLLM reads",
     ),
     "vllm: a name twice": (
         vllm(
@@ -226,43 +146,11 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
         ),
         r"token_map: expected ids in \[0, 11\), got 0 to 1099511627776",
     ),
-    "vllm: a token_map of floats": (
-        vllm(
-            {"blocks.0.layers.0.weight": torch.ones(8, 8), "lm_heads.0.weight": torch.ones(11, 8)}
-            | {"token_map": torch.tensor([0.0, 1.0])},
-            truncated_vocab_size=2,
-        ),
-        r"token_map in .*: expected int64 \[2\]",
-    ),
-    "vllm: a token_map without dimensions": (
-        vllm(
-            {"blocks.0.layers.0.weight": torch.ones(8, 8), "lm_heads.0.weight": torch.ones(11, 8)}
-            | {"token_map": torch.tensor(1)},
-            truncated_vocab_size=2,
-        ),
-        r"token_map in .*: expected int64 \[",
-    ),
     "a shard elsewhere": (
         index({"medusa_head.0.0.linear.weight": "../secret.safetensors"}),
         "names of files beside it",
     ),
-    "a shard with an endless name": (
-        index({"medusa_head.0.0.linear.weight": "a" * 5000 + ".safetensors"}),
-        r"index\.json: weight_map: expected ",
-    ),
-    "a shard with a name that is none": (
-        index({"medusa_head.0.0.linear.weight": "a\0b", "medusa_head.0.1.weight": "\ud800"}),
-        r"index\.json: weight_map: expected ",
-    ),
-    "a shard that is the folder": (
-        index({"medusa_head.0.0.linear.weight": "."}),
-        r"index\.json: weight_map: expected ",
-    ),
     "a config nested deeply": (config("[" * 200_000), r"config\.json: expected JSON"),
-    "a config with a number of 5,000 digits": (
-        config(f'{{"vocab_size": {"9" * 5000}}}'),
-        r"config\.json: expected JSON",
-    ),
 }
 
 
@@ -307,29 +195,7 @@ def test_sizes_are_compared_with_the_base_model_before_allocation(folder: Path) 
         assert re.search(r"0\.0\.linear\.weight in .*expected hidden size 8 \(the base model's\), got 8192", said[0])
 
 
-@pytest.mark.parametrize("number", [10**9, -1, 0.5, float("nan"), True, "3", None, [[]] * 1000, {"a": 1}])
-def test_wrong_numbers_in_a_config_are_reported_and_ignored(folder: Path, number: Any) -> None:
-    save_file(WHOLE, folder / SAFE)
-    lies = (
-        "medusa_num_heads",
-        "medusa_num_layers",
-        "hidden_size",
-        "vocab_size",
-        "medusa_storage",
-        "medusa_parent_rank",
-        "medusa_root_rank",
-    )
-    (folder / "config.json").write_text(json.dumps(dict.fromkeys((*lies, "version", "base_model_revision"), number)))
-    with bounded(seconds=1, memory=64 * MIB):
-        read = read_heads(folder)
-    heads = read.heads
-    assert (heads.num_heads, heads.num_layers, heads.hidden_size, heads.vocab_size) == (1, 1, HIDDEN, VOCAB)
-    told = [note for note in read.notes if "the tensors are believed" in note]
-    assert len(told) >= (5 if number is True else 7)
-    assert all(len(note) < 500 for note in told)
-
-
-@pytest.mark.parametrize("size", [10**30, -1, 0, 0.5, True, "11", None])
+@pytest.mark.parametrize("size", [10**30, -1, "11"])
 def test_a_wrong_vocabulary_size_in_the_config_is_ignored(folder: Path, base: Path, size: Any) -> None:
     """Heads that share lm_head: a wrong number does not become V, and allocates nothing."""
     save_file(BLOCK, folder / SAFE)
@@ -343,7 +209,7 @@ def test_a_wrong_vocabulary_size_in_the_config_is_ignored(folder: Path, base: Pa
     assert model.heads.vocab_size == VOCAB
 
 
-@pytest.mark.parametrize("name", ["a" * 5000, "/" + "b" * 5000, "a\0b", "\ud800", "/dev/zero", "../" * 2000, "~" * 300])
+@pytest.mark.parametrize("name", ["a" * 5000, "a\0b", "/dev/zero"])
 def test_an_invalid_base_model_name_is_refused(folder: Path, name: str) -> None:
     save_file(BLOCK, folder / SAFE)
     (folder / "config.json").write_text(json.dumps({"base_model_name_or_path": name}))
@@ -353,20 +219,18 @@ def test_an_invalid_base_model_name_is_refused(folder: Path, name: str) -> None:
 
 
 BESIDE = {
-    "medusa_tree.json": ["[[-1]]", "[[NaN]]", '{"choices": {"a": 1}}', "[[0], 3]", "7"],
-    "calibration.json": ["[" * 200_000, "[]", '{"texts": 3}', '{"accuracy": [[NaN]]}', '{"hits": "a", "total": []}'],
-    "measured.json": ["[" * 200_000, "[]", '{"accuracy": {"hits": [[1e999]]}}', '{"accuracy": {"hits": 1}}'],
-    "tuning.json": ["[" * 200_000, "[]", '{"cases": [[]]}', '{"format": 1e999, "cases": {}}', "null"],
-}  # fmt: skip
+    "medusa_tree.json": "[[NaN]]",
+    "calibration.json": '{"accuracy": [[NaN]]}',
+    "measured.json": '{"accuracy": {"hits": 1}}',
+    "tuning.json": '{"cases": [[]]}',
+}
 
 
 @pytest.mark.parametrize("name", BESIDE)
 def test_hostile_files_next_to_heads(folder: Path, name: str) -> None:
     """Measurements are ignored with a warning; a tree is refused."""
     save_file(WHOLE, folder / SAFE)
-    for content in BESIDE[name]:
-        (folder / name).write_text(content)
-        with bounded(*([ValueError] if name == "medusa_tree.json" else []), seconds=3) as said:
-            MedusaModel.from_pretrained(folder).free()
-        assert bool(said) == (name == "medusa_tree.json"), content[:50]
-        assert not said or len(said[0]) < 1000
+    (folder / name).write_text(BESIDE[name])
+    with bounded(*([ValueError] if name == "medusa_tree.json" else []), seconds=3) as said:
+        MedusaModel.from_pretrained(folder).free()
+    assert bool(said) == (name == "medusa_tree.json")

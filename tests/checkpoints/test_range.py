@@ -11,8 +11,6 @@ from transformers import LlamaForCausalLM
 
 from medusa_decoding import MedusaHeads, MedusaModel, medusa_generate
 from medusa_decoding.checkpoints import pretrained, write_heads
-from medusa_decoding.cli import distill
-from medusa_decoding.training.config import Config
 
 LARGE = 3e38
 """Finite in bfloat16 and float32, infinite in float16, whose largest number is 65504."""
@@ -33,9 +31,7 @@ def heads_with(folder: Path, name: str) -> Path:
     return folder / "heads"
 
 
-@pytest.mark.parametrize(
-    "name", ["w1", "b1", "w2", "parent_tokens", "candidate_tokens", "parent_mix", "root_down", "root_up"]
-)
+@pytest.mark.parametrize("name", ["w1", "b1", "parent_mix", "root_up"])
 def test_heads_that_become_infinite_are_refused(tmp_path: Path, base: Path, name: str) -> None:
     heads = heads_with(tmp_path, name)
     with pytest.raises(ValueError, match=rf"heads: expected .* finite in .*float16, got larger .* {name};"):
@@ -55,23 +51,7 @@ def test_generate_of_transformers_refuses_infinite_heads_and_stays_unpatched(tmp
     assert [type(layer.self_attn) for layer in model.model.layers] == own
 
 
-def test_distillation_refuses_infinite_heads(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    heads = heads_with(tmp_path, "w1")
-    monkeypatch.setattr("medusa_decoding.training.loop.backbone.DTYPES", {"float32": torch.float16})
-    config = Config.of(
-        {
-            "method": "self-distillation",
-            "model": {"name": str(base), "dtype": "float32", "quantization": "none"},
-            "data": {"train": [{"path": "none"}]},
-            "generation": {"heads": str(heads)},
-            "output": {"folder": str(tmp_path / "out")},
-        }
-    )
-    with pytest.raises(ValueError, match=r"heads: expected weights that are finite in .*float16"):
-        distill.load(config)
-
-
-@pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight"])
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.layers.1.mlp.up_proj.weight"])
 def test_a_base_model_that_becomes_infinite_is_refused(tmp_path: Path, base: Path, name: str) -> None:
     """Heads may share its lm_head; and a token whose logit is always minus infinity would never be written."""
     tensors = load_file(base / "model.safetensors")

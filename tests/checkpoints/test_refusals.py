@@ -44,33 +44,15 @@ HEAD_1 = ("1.0.linear.weight", "1.0.linear.bias", "1.1.linear.weight", "1.1.line
 DAMAGES = {
     "a head in the middle": (without(*HEAD_1), r"missing 1\.0\.linear\.weight.*1\.1\.linear\.bias and 1 more"),
     "a block": (without("2.0.linear.weight", "2.0.linear.bias"), r"missing 2\.0\.linear\.weight, 2\.0\.linear\.bias$"),
-    "the last block of one head": (
-        without("2.1.linear.weight", "2.1.linear.bias"),
-        r"missing 2\.1\.linear\.weight, 2\.1\.linear\.bias$",
-    ),
-    "one bias": (without("1.1.linear.bias"), r"missing 1\.1\.linear\.bias$"),
     "one projection": (without("0.2.weight"), r"missing 0\.2\.weight$"),
     "a stray tensor": (replaced("0.attn.weight", lambda: torch.ones(2)), r"unexpected 0\.attn\.weight$"),
-    "a second projection": (replaced("1.3.weight", lambda: torch.ones(11, 6)), r"unexpected 1\.3\.weight$"),
     "a misshapen block": (
         replaced("1.0.linear.weight", lambda: torch.ones(6, 5)),
         r"1\.0\.linear\.weight in .*expected shape \[6, 6\], got \[6, 5\]",
     ),
-    "a misshapen first block": (
-        replaced("0.0.linear.weight", lambda: torch.ones(36)),
-        r"0\.0\.linear\.weight in .*expected shape \[H, H\], got \[36\]",
-    ),
-    "a misshapen bias": (
-        replaced("2.1.linear.bias", lambda: torch.ones(1, 6)),
-        r"2\.1\.linear\.bias in .*expected shape \[6\], got \[1, 6\]",
-    ),
     "a projection of other rows": (
         replaced("2.2.weight", lambda: torch.ones(12, 6)),
         r"2\.2\.weight in .*expected shape \[11, 6\], got \[12, 6\]",
-    ),
-    "a misshapen first projection": (
-        replaced("0.2.weight", lambda: torch.ones(11)),
-        r"0\.2\.weight in .*expected shape \[V', 6\], got \[11\]",
     ),
     "mixed dtypes": (
         replaced("1.2.weight", lambda: torch.ones(11, 6, dtype=torch.float16)),
@@ -81,15 +63,9 @@ DAMAGES = {
         r"0\.0\.linear\.weight in .*expected dtype float16, bfloat16 or float32, got int8",
     ),
     "NaN in a block": (poisoned("1.0.linear.weight", float("nan")), r"1\.0\.linear\.weight in .*expected finite"),
-    "Inf in a bias": (poisoned("2.1.linear.bias", float("inf")), r"2\.1\.linear\.bias in .*expected finite"),
-    "-Inf in a projection": (poisoned("0.2.weight", float("-inf")), r"0\.2\.weight in .*expected finite"),
     "a token_map of other length": (
         replaced("token_map", lambda: torch.arange(5)),
         r"token_map in .*expected int64 \[11\].*got int64 \[5\]",
-    ),
-    "a token_map of another dtype": (
-        replaced("token_map", lambda: torch.arange(11).int()),
-        r"token_map in .*expected int64 \[11\].*got int32 \[11\]",
     ),
     "a token_map that repeats ids": (
         replaced("token_map", lambda: torch.zeros(11, dtype=torch.int64)),
@@ -102,13 +78,12 @@ DAMAGES = {
 }
 
 
-@pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_named(paper_tensors: MakeTensors, write_paper_folder: WriteFolder, file: str, damage: str) -> None:
+def test_damage_is_named(paper_tensors: MakeTensors, write_paper_folder: WriteFolder, damage: str) -> None:
     change, message = DAMAGES[damage]
     tensors = paper_tensors(3, 2)
     change(tensors)
-    folder = write_paper_folder(tensors, file=file)
+    folder = write_paper_folder(tensors)
     with pytest.raises(ValueError, match=message):
         read_heads(folder, vocab_size=11)
 
@@ -119,7 +94,6 @@ class TestRefuses:
         [
             ({"hidden_size": 8}, r"0\.0\.linear\.weight in .*expected hidden size 8 .*got 6"),
             ({"vocab_size": 12}, r"0\.1\.weight in .*expected 12 rows .*got 11 and no token_map"),
-            ({"vocab_size": 10}, r"0\.1\.weight in .*expected 10 rows .*got 11 and no token_map"),
         ],
     )
     def test_heads_of_another_base_model_are_refused(
@@ -144,14 +118,6 @@ class TestRefuses:
         with pytest.raises(ValueError, match=r"1\.0\.linear\.bias in .*expected the prefix medusa_head\."):
             read_heads(write_paper_folder(tensors))
 
-    def test_a_missing_tensor_is_named_with_its_prefix(
-        self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder
-    ) -> None:
-        tensors = paper_tensors(2, prefix="medusa_head.")
-        del tensors["medusa_head.1.0.linear.weight"]
-        with pytest.raises(ValueError, match=r"missing medusa_head\.1\.0\.linear\.weight$"):
-            read_heads(write_paper_folder(tensors))
-
     def test_values_that_overflow_in_the_requested_dtype_are_refused(
         self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder
     ) -> None:
@@ -160,27 +126,14 @@ class TestRefuses:
         with pytest.raises(ValueError, match=r"1\.0\.linear\.bias.*after conversion from float32 to float16"):
             read_heads(write_paper_folder(tensors), dtype=torch.float16)
 
-    def test_an_unsupported_dtype_is_refused(self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder) -> None:
-        with pytest.raises(ValueError, match=r"dtype: expected float16, .*got torch\.int8"):
-            read_heads(write_paper_folder(paper_tensors()), dtype=torch.int8)
-
     @pytest.mark.parametrize("file", FILES)
-    @pytest.mark.parametrize("kept", [0, 5, 0.5, 0.98, 0.999])
+    @pytest.mark.parametrize("kept", [0, 0.5, 0.999])
     def test_a_truncated_file_is_refused(
         self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder, file: str, kept: float
     ) -> None:
         folder = write_paper_folder(paper_tensors(), file=file)
         content = (folder / file).read_bytes()
-        (folder / file).write_bytes(content[: int(kept * len(content)) if kept < 1 else int(kept)])
-        with pytest.raises(ValueError, match=file):
-            read_heads(folder)
-
-    @pytest.mark.parametrize("file", FILES)
-    def test_a_file_of_another_format_is_refused(
-        self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder, file: str
-    ) -> None:
-        folder = write_paper_folder(paper_tensors(), file=file)
-        (folder / file).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n" * 9)
+        (folder / file).write_bytes(content[: int(kept * len(content))])
         with pytest.raises(ValueError, match=file):
             read_heads(folder)
 
@@ -197,14 +150,7 @@ class TestRefuses:
         pickle.loads(pickle.dumps(Bomb(tmp_path / "ran")))
         assert (tmp_path / "ran").exists(), "the bomb of this test is a dud"
 
-    @pytest.mark.parametrize(
-        "content",
-        [
-            [torch.ones(2)],
-            {"0.0.linear.weight": 3},
-            {0: torch.ones(2)},
-        ],
-    )
+    @pytest.mark.parametrize("content", [[torch.ones(2)], {"0.0.linear.weight": 3}])
     def test_a_pt_file_without_a_dict_of_tensors_is_refused(
         self, write_paper_folder: WriteFolder, paper_tensors: MakeTensors, content: object
     ) -> None:
@@ -213,7 +159,7 @@ class TestRefuses:
         with pytest.raises(ValueError, match=r"medusa_lm_head\.pt: .*expected a (dict of tensors|named tensor)"):
             read_heads(folder)
 
-    @pytest.mark.parametrize("text", ["{", "[1]", ""])
+    @pytest.mark.parametrize("text", ["{", "[1]"])
     def test_a_config_that_is_not_a_json_object_is_refused(
         self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder, text: str
     ) -> None:
