@@ -8,7 +8,6 @@ import shutil
 import pytest
 
 from medusa_decoding.cli import main
-from medusa_decoding.demo import CHECKPOINT
 
 PROMPTS = [
     {"question_id": 1, "category": "code", "turns": ["def f(x):\n", "def g(x):\n"]},
@@ -152,17 +151,13 @@ def test_an_interrupted_run_says_how_to_resume(capsys, file, heads, monkeypatch)
     ("argv", "words"),
     [
         ([], "--out: expected a file, because the embedded demo checkpoint is no folder of yours"),
-        (["--model", "some/hub-id"], "--out: expected a file, because some/hub-id is no folder of yours"),
-        (["--model", str(CHECKPOINT / "heads")], "--out: expected a file, because .*heads is no folder of yours"),
         (["--out", "no/such/folder/c.json"], "--out: expected a file in a folder that exists"),
-        (["--out", "HERE"], "--out: expected a file in a folder that exists"),
-        (["--out", "OUT", "--template", "missing.jinja"], "missing.jinja"),
         (["--out", "OUT", "--seed", "1"], "--seed: expected --temperature above 0 with it, got none"),
         (["--model", "HEADS", "--max-new-tokens", "3"], "max_new_tokens: expected at least 4, .* got 3"),
     ],
 )
 def test_bad_input_is_refused(capsys, file, heads, tmp_path, argv, words):
-    places = {"HEADS": str(heads), "HERE": str(tmp_path), "OUT": str(tmp_path / "c.json")}
+    places = {"HEADS": str(heads), "OUT": str(tmp_path / "c.json")}
     given = [places.get(word, word) for word in argv]
     assert main(["calibrate", "--prompts", file, *LIMITS, *given]) == 2
     captured = capsys.readouterr()
@@ -171,20 +166,3 @@ def test_bad_input_is_refused(capsys, file, heads, tmp_path, argv, words):
     assert re.search(words, line)
     assert not (heads / "calibration.json").exists()
     assert not (tmp_path / "c.json").exists()
-
-
-def test_unwritable_outputs_are_refused_before_anything_is_loaded(capsys, file, tmp_path, monkeypatch):
-    for name in ("load_tokenizer", "load_model"):
-        monkeypatch.setattr(f"medusa_decoding.cli._arguments.{name}", lambda args: pytest.fail("loaded"))
-    monkeypatch.setattr("medusa_decoding.checkpoints.tuning_paths.os.access", lambda path, mode: False)
-    assert main(["calibrate", "--prompts", file, "--out", str(tmp_path / "c.json")]) == 2
-    assert "--out: expected a file in a folder that exists and may be written to" in capsys.readouterr().err
-
-
-def test_a_tilde_is_expanded_to_the_home_folder(capsys, file, heads, monkeypatch):
-    monkeypatch.setenv("HOME", str(heads.parent))
-    argv = ["calibrate", "--prompts", file, *LIMITS, "--limit", "1", "--model=~/heads"]
-    assert main([*argv, "--out=~/mine.json"]) == 0
-    assert (heads.parent / "mine.json").is_file()
-    assert main(argv) == 0
-    assert (heads / "calibration.json").is_file()

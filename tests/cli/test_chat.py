@@ -1,14 +1,11 @@
 """medusa chat: the answers are those of transformers with the same template, and little is prefilled twice."""
 
-import contextlib
 import io
 import json
 import re
 import signal
 
 import pytest
-import torch
-from transformers import AutoTokenizer
 
 from medusa_decoding import MedusaModel
 from medusa_decoding.chat import template
@@ -122,15 +119,9 @@ def test_a_line_that_ends_in_a_backslash_is_continued(chat, talk):
     assert [answer["text"] for answer in lines_of(out)] == [expected]
 
 
-@pytest.mark.parametrize("text", ["one", "one\\", "one\\\n"])
-def test_the_last_line_needs_no_newline(chat, talk, text):
-    code, out, err = talk(chat, text, "--json", "--max-new-tokens", 12)
+def test_the_last_line_needs_no_newline(chat, talk):
+    code, out, err = talk(chat, "one\\", "--json", "--max-new-tokens", 12)
     assert [answer["text"] for answer in lines_of(out)] == [chat.answer([user("one")], 12)]
-
-
-def test_a_message_that_starts_with_two_slashes_sends_one(chat, talk):
-    code, out, err = talk(chat, ["//a"], "--json", "--max-new-tokens", 12)
-    assert [answer["text"] for answer in lines_of(out)] == [chat.answer([user("/a")], 12)]
 
 
 # --- commands
@@ -155,25 +146,6 @@ def test_undo_clear_and_system_change_the_prompt(chat, talk):
     assert [answer["text"] for answer in lines_of(out)] == expected
 
 
-def test_history_prints_what_was_said(chat, talk):
-    history = chat.conversation(["hello"], 12, [{"role": "system", "content": "be brief."}])
-    code, out, err = talk(chat, ["hello", "/history"], "--system", "be brief.", "--max-new-tokens", 12)
-    said = "".join(f"{message['role']}: {message['content']}\n" for message in history)
-    assert out == history[2]["content"] + "\n" + said
-
-
-def test_exit_ends_the_chat(chat, talk):
-    code, out, err = talk(chat, ["/exit", "hello"])
-    assert (code, out) == (0, "")
-
-
-def test_help_names_every_command(chat, talk):
-    code, out, err = talk(chat, ["/help"])
-    assert code == 0
-    for word in ("help", "stats", "history", "undo", "clear", "retry", "save", "system", "set", "exit"):
-        assert re.search(rf"^/{word}\b", out, re.MULTILINE)
-
-
 def test_stats_cover_the_last_answer_and_the_whole_chat(chat, talk):
     prompts = [chat.ids(chat.conversation(QUESTIONS[:2], 10)[:length]) for length in (1, 3)]
     new = [len(chat.write(prompt, 10)) for prompt in prompts]
@@ -188,37 +160,14 @@ def test_stats_cover_the_last_answer_and_the_whole_chat(chat, talk):
     assert f"0: {sum(new) - 2} (100%)" in everything
 
 
-def test_stats_go_to_standard_error_when_answers_are_json(chat, talk):
-    code, out, err = talk(chat, ["hello", "/stats"], "--json", "--max-new-tokens", 10)
-    assert len(lines_of(out)) == 1
-    assert "last answer:" in err
-
-
-def test_json_has_null_for_rates_without_a_step(chat, talk):
-    code, out, err = talk(chat, ["hello"], "--json", "--max-new-tokens", 1)
-    (answer,) = lines_of(out.replace("NaN", "not JSON"))
-    assert (answer["metrics"]["steps"], answer["metrics"]["tokens_per_step"]) == (0, None)
-    assert answer["ended"] == "max_new_tokens"
-
-
 @pytest.mark.parametrize(
     ("line", "words"),
     [
         ("/nothing", "/nothing: expected a command, see /help"),
         ("/undo", "/undo: expected an exchange"),
-        ("/retry", "/retry: expected an unanswered message"),
-        ("/stats", "/stats: expected an answer before it"),
-        ("/save", "/save: expected a file"),
         ("/save no/such/folder/file.json", "No such file or directory"),
         ("/set", "/set: expected a name and a value, .* max_new_tokens 512"),
-        ("/set colour red", "/set: expected a name and a value, got 'colour red'"),
-        ("/set temperature hot", "/set temperature: expected a number from 0, got hot"),
         ("/set temperature -1", "/set temperature: expected a number from 0, got -1"),
-        ("/set temperature inf", "/set temperature: expected a number from 0"),
-        ("/set top_p 0", "/set top_p: expected a number above 0 and at most 1, got 0"),
-        ("/set top_k -3", "/set top_k: expected at least 0, got -3"),
-        ("/set max_new_tokens 0", "/set max_new_tokens: expected at least 1, got 0"),
-        ("/set seed 1.5", "/set seed: .*1.5"),
     ],
 )
 def test_a_bad_command_is_one_line_and_the_chat_continues(chat, talk, line, words):
@@ -250,16 +199,6 @@ def test_settings_change_the_next_answer(chat, talk):
     assert [answer["text"] for answer in lines_of(out)] == [short, long, long]
 
 
-def test_sampled_answers_repeat_with_their_seed(chat, talk):
-    lines = ["/set temperature 2", "/set seed 7", "hello", "/undo", "hello", "/undo", "/set seed 8", "hello"]
-    code, out, err = talk(chat, [*lines, "/undo", "/set seed 7", "hello", "hello"], "--json", "--max-new-tokens", 30)
-    first, again, other, once_more, next_turn = (answer["text"] for answer in lines_of(out))
-    assert first == again == once_more
-    assert other != first
-    code, out, err = talk(chat, ["hello"], "--json", "--temperature", 2, "--seed", 7, "--max-new-tokens", 30)
-    assert lines_of(out)[0]["text"] == first
-
-
 def test_each_answer_is_sampled_with_a_different_seed(chat, talk, monkeypatch):
     seeds = []
     generate = MedusaModel.generate
@@ -288,15 +227,6 @@ def test_a_saved_chat_continues_where_it_ended(chat, talk, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["talk.json"]
 
 
-def test_save_follows_undo_and_writes_copies(chat, talk, tmp_path):
-    kept, copied = tmp_path / "kept.json", tmp_path / "copied.json"
-    history = chat.conversation(["hello", "more"], 12)
-    lines = ["hello", "more", f"/save {copied}", "/undo"]
-    assert talk(chat, lines, "--save", kept, "--max-new-tokens", 12)[0] == 0
-    assert json.loads(copied.read_text())["messages"] == history
-    assert json.loads(kept.read_text())["messages"] == history[:2]
-
-
 def test_a_system_message_replaces_a_loaded_one(chat, talk, tmp_path):
     said = [{"role": "system", "content": "be loud."}, user("hello"), {"role": "assistant", "content": "hey"}]
     (tmp_path / "talk.json").write_text(json.dumps(said))
@@ -310,10 +240,7 @@ def test_a_system_message_replaces_a_loaded_one(chat, talk, tmp_path):
     ("text", "words"),
     [
         ("no JSON", "expected JSON, got"),
-        ("3", "expected a list of messages"),
         ('{"talk": []}', "expected a list of messages"),
-        ('[{"role": "user"}]', "expected a role and a text in message 0"),
-        ('[{"role": "user", "content": "a"}]', "user and assistant in turn"),
         ('[{"role": "assistant", "content": "a"}, {"role": "user", "content": "a"}]', "user and assistant in turn"),
     ],
 )
@@ -362,20 +289,6 @@ def test_a_tokenizer_without_a_template_is_named(make_chat, talk):
     assert re.search(
         r"template: expected vicuna, plain or a Jinja file, because the tokenizer of \S*base has no", notes(err)[-1]
     )
-
-
-def test_a_template_file_replaces_the_tokenizers_template(make_chat, talk, tmp_path):
-    template = "{% for message in messages %}{{ message['content'] }}!\n{% endfor %}"
-    (tmp_path / "template.jinja").write_text(template)
-    for chat in (make_chat(), make_chat(template=None)):
-        ids = chat.ids([user("hello")], chat_template=template)
-        assert chat.tokenizer.decode(ids) == "hello!\n"
-        # Nothing special follows an answer here: it ends only with its budget.
-        expected = chat.text(chat.write(ids, 20, eos_token_id=None))
-        code, out, err = talk(
-            chat, ["hello"], "--template", tmp_path / "template.jinja", "--json", "--max-new-tokens", 20
-        )
-        assert [answer["text"] for answer in lines_of(out)] == [expected]
 
 
 def test_the_plain_template(make_chat, talk):
@@ -441,7 +354,7 @@ def test_without_a_model_the_demo_model_chats(monkeypatch, capsys):
 # --- errors and interruptions
 
 
-@pytest.mark.parametrize("error", [MemoryError, ValueError, FloatingPointError])
+@pytest.mark.parametrize("error", [MemoryError, ValueError])
 def test_an_error_leaves_the_history_unchanged(chat, talk, monkeypatch, error):
     expected = chat.conversation(["hello", "more"], 12)
     generate, calls = MedusaModel.generate, []
@@ -461,24 +374,6 @@ def test_an_error_leaves_the_history_unchanged(chat, talk, monkeypatch, error):
     assert [answer["text"] for answer in lines_of(out)] == answers(expected)
     assert notes(err)[-1] == "medusa: out of something"
     assert code == 2
-
-
-def test_the_chat_ends_when_its_output_is_closed(chat, talk, monkeypatch):
-    class Gone(io.StringIO):
-        def write(self, text):
-            raise BrokenPipeError(32, "Broken pipe")
-
-    encode, asked = template.ChatTemplate.encode, []
-
-    def counting(self, messages, known=()):
-        asked.append(messages[-1]["content"])
-        return encode(self, messages, known)
-
-    monkeypatch.setattr(template.ChatTemplate, "encode", counting)
-    with contextlib.redirect_stdout(Gone()):
-        code, out, err = talk(chat, ["hello", "more"], "--max-new-tokens", 12)
-    assert (code, asked) == (141, ["hello"])
-    assert not [note for note in notes(err) if "pipe" in note]
 
 
 @pytest.fixture
@@ -519,16 +414,6 @@ def test_ctrl_c_keeps_the_partial_answer(chat, talk, ctrl_c, tmp_path):
     assert [message.get("interrupted") for message in history] == [None, True, None, None]
 
 
-def test_ctrl_c_within_an_accepted_path_ends_the_answer_once(chat, talk, ctrl_c):
-    ctrl_c(3)
-    code, out, err = talk(chat, ["hello", "/history"], "--tree", "chain:3", "--max-new-tokens", 20)
-    streamed, _, said = out.partition("\n")
-    assert said == f"user: hello\nassistant: {streamed} [interrupted]\n"
-    whole = chat.answer([user("hello")], 20)
-    assert whole.startswith(streamed)
-    assert 3 < len(streamed) < len(whole)
-
-
 def test_an_interrupted_answers_cache_is_reused(chat, talk, ctrl_c):
     ctrl_c(3)
     prompt = chat.ids([user("hello")])
@@ -547,13 +432,3 @@ def test_a_second_ctrl_c_interrupts_at_once(chat, talk, ctrl_c):
 
 
 # --- the fixtures
-
-
-def test_the_chat_checkpoint_has_two_eos_tokens_and_round_trips(chat):
-    """Two EOS tokens, one the template's; and transformers reads back what was written."""
-    tokenizer = AutoTokenizer.from_pretrained(chat.folder / "base")
-    assert tokenizer.eos_token_id != chat.end
-    assert chat.end in tokenizer.all_special_ids
-    ids = tokenizer.apply_chat_template([user("hello")], add_generation_prompt=True)["input_ids"]
-    assert ids == chat.ids([user("hello")])
-    assert torch.tensor(ids).max() < len(tokenizer)

@@ -54,16 +54,3 @@ def test_ctrl_c_ends_the_answer_but_not_the_chat(start):
     terminal.wait_for(r"medusa: interrupted: the answer is kept(.|\n)*> $")
     terminal.press("\x04")
     assert terminal.process.wait(PATIENCE) == 0
-
-
-@pytest.mark.slow
-def test_ctrl_c_ends_an_answer_in_colours(start):
-    terminal = start("chain:3", TERM="xterm-256color", NO_COLOR="")
-    terminal.wait_for("Coloured: (.|\n)*> $")
-    terminal.press("hello\n")
-    terminal.wait_for(r"\x1b\[3[56]m\w+")
-    terminal.press("\x03")
-    said = terminal.wait_for(r"medusa: interrupted: the answer is kept(.|\n)*> $")
-    assert re.search(r"\n\x1b\[2m\[\d+ tokens: .* \d+% of \d+ draft tokens accepted\]\x1b\[0m\nmedusa: ", said)
-    terminal.press("\x04")
-    assert terminal.process.wait(PATIENCE) == 0

@@ -43,26 +43,11 @@ def test_an_embedded_model_in_int8_writes_the_same_text(capsys, checkpoint, tmp_
     assert capsys.readouterr().out.rstrip("\n") in (model_text("abc", 8), "abc" + model_text("abc", 8))
 
 
-def test_notes_are_printed(capsys, tmp_path):
-    write_heads(MedusaHeads(8, 11, 2, 2), tmp_path / "heads", base_model="someone/base")
-    argv = ["export", "--model", str(tmp_path / "heads"), "--out", str(tmp_path / "out"), "--format", "original-v1"]
-    assert main([*argv, "--file", "safetensors"]) == 0
-    printed = capsys.readouterr().out
-    assert "\nnote: the original project's code makes one residual block of several" in printed
-    assert "\nnote: text-generation-inference looks for the tokenizer beside these heads: copy the files" in printed
-    assert main([*argv, "--overwrite"]) == 0
-    assert "makes 5 heads whatever config.json says, and these are 2 (head 3 on: random" in capsys.readouterr().out
-    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["config.json", "medusa_lm_head.pt"]
-
-
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
         (["--format", "original-v2"], "heads: expected a projection shared with lm_head for original-v2 .*, got own"),
         (["--format", "native", "--out", "HEADS"], "folder: expected another one than what is read"),
-        (["--format", "vllm", "--storage", "int8"], "heads: expected projections in floats for vllm"),
-        (["--format", "vllm", "--model", "no/such/folder/there"], "path_or_hub_id: expected an existing folder"),
-        (["--format", "vllm", "--base-model", "../gone"], "base_model: expected a hub id or a folder that exists, got"),
     ],
 )
 def test_bad_input_is_refused(capsys, checkpoint, tmp_path, argv, words):
@@ -85,15 +70,6 @@ def test_the_line_that_starts_vllm_is_printed(capsys, checkpoint, tmp_path):
     )
     assert main([*argv, "--format", "native", "--overwrite"]) == 0
     assert "vllm serve" not in capsys.readouterr().out
-
-
-def test_the_formats_are_in_the_help(capsys):
-    with pytest.raises(SystemExit) as end:
-        main(["export", "--help"])
-    assert end.value.code == 0
-    said = capsys.readouterr().out
-    assert re.search(r"original-v2 +the original project's: residual blocks alone, lm_head shared; not for vLLM", said)
-    assert re.search(r"vllm +for vLLM 0\.28 to 0\.32 \(0\.33 has no Medusa any more\)", said)
 
 
 def test_a_tokenizer_is_fetched_at_the_heads_revision(tmp_path, monkeypatch):

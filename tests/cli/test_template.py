@@ -167,23 +167,6 @@ def test_parts_of_characters_are_not_confused():
     assert splice(tokenizer, known, fresh) == [0, 1, 2, 6, 7]
 
 
-def test_texts_that_differ_early_are_distinguished_early():
-    """A decoder that drops a leading space would make these look the same without the preceding text."""
-    tokenizer = TOKENIZERS["sentencepiece"][0]
-    decoded = []
-
-    class Counting:
-        def decode(self, ids, **kwargs):
-            decoded.append(len(ids))
-            return tokenizer.decode(ids, **kwargs)
-
-    known = tokenizer.convert_tokens_to_ids(["<s>", "b", "a", "b", "c"] + ["a", "b", "c"] * 100)
-    fresh = tokenizer.convert_tokens_to_ids(["<s>", "b", "\u2581a", "bc"] + ["a", "bc"] * 100)
-    assert tokenizer.decode(known[2:]) == tokenizer.decode(fresh[2:])
-    assert splice(Counting(), known, fresh) == fresh
-    assert 0 < len(decoded) < 50
-
-
 @pytest.mark.parametrize(
     ("template", "end"),
     [
@@ -216,13 +199,6 @@ def test_an_added_token_ends_a_turn_if_it_is_special(special):
     over = tokenizer.convert_tokens_to_ids("<|over|>")
     assert over not in tokenizer.all_special_ids
     assert ChatTemplate(tokenizer).end_of_turn == (over if special else None)
-
-
-def test_a_plain_template_leaves_special_tokens_to_the_tokenizer():
-    tokenizer = chat_tokenizer([], None)
-    template = ChatTemplate(tokenizer, "plain")
-    assert template.end_of_turn is None
-    assert template.render([{"role": "user", "content": " hi "}]) == "User: hi\n\nAssistant:"
 
 
 @given(st.text("ab \n", max_size=30), st.none() | st.text("ab\n", min_size=1, max_size=3))

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import pwd
 import re
 import shutil
 
@@ -15,7 +14,6 @@ from medusa_decoding.checkpoints.tuning_file import Conditions
 from medusa_decoding.cli import main
 from medusa_decoding.cli import tune as command
 from medusa_decoding.demo import CHECKPOINT
-from medusa_decoding.trees.calibration import Calibration
 from medusa_decoding.tuning import select
 from medusa_decoding.tuning.step_timer import Latency
 
@@ -166,20 +164,6 @@ def test_a_tuning_that_is_refused_keeps_the_stored_one(tune, stored, choice, mon
     assert stored.read_text() == choice
 
 
-def test_a_table_for_people_with_counts_of_the_heads(tune, folder):
-    counts = {"accuracy": {"hits": [[90, 91]] * 4, "total": [100] * 4}}
-    (folder / "calibration.json").write_text(json.dumps(counts))
-    code, out, _ = tune("--nodes", "5", "--prefix", "20", "--repeats", "1", "--undecided", "auto")
-    assert code == 0
-    assert "accuracies of the heads: calibration.json (counted on prompts)" in out
-    assert "batch 1, prefix 20:" in out
-    rows = [line for line in out.splitlines() if re.match(r" [* ] +\d+ ", line)]
-    assert [int(row[2:].split()[0]) for row in rows] == [1, 5, 8]
-    assert [row.endswith("  medusa_tree.json") for row in rows] == [False, False, True]
-    assert " 4.10 " in rows[1]  # 1 + 0.9 + 0.81 + 0.729 + 0.6561
-    assert f"stored in {folder / 'tuning.json'}" in out
-
-
 def write_prompts(file, texts=("import os\n", "def f(x):\n    return")):
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     return file
@@ -297,15 +281,6 @@ def test_check_compares_with_the_calibration_that_was_used(tune, folder, calibra
     assert (code, json.loads(out)["notes"]) == (0, [f"the calibration {calibration} is gone"])
 
 
-def test_few_texts_give_a_warning(capsys):
-    few = Calibration.of(1, 1, [[((0,), (0,)), ()]] * 19)
-    command.warn_of_few(few)
-    assert "the calibration has 19 texts" in capsys.readouterr().err
-    for enough in (None, Calibration.of(1, 1, [[((0,), (0,)), ()]] * 20)):
-        command.warn_of_few(enough)
-        assert capsys.readouterr().err == ""
-
-
 def test_check_and_sweep_take_the_file_that_the_loader_takes(tune, folder, stored, tmp_path):
     """The file next to the heads is for another dtype, the one in the cache is valid."""
     own = folder / "tuning.json"
@@ -326,39 +301,6 @@ def test_check_and_sweep_take_the_file_that_the_loader_takes(tune, folder, store
     assert (code, out, line) == (2, "", f"medusa: {own}: dtype: tuned with float16, now float32")
 
 
-def test_without_a_home_folder_an_output_file_is_required(capsys, monkeypatch):
-    for name in ("XDG_CACHE_HOME", "HOME"):
-        monkeypatch.delenv(name, raising=False)
-
-    def missing(number):
-        raise KeyError(number)
-
-    monkeypatch.setattr(pwd, "getpwuid", missing)
-    monkeypatch.setattr("medusa_decoding.cli._arguments.load_model", lambda args: pytest.fail("loaded"))
-    assert main(["tune", *QUICK]) == 2
-    assert "--out: expected a file, because" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["--out", "HERE/x.json"], "--out: expected a file in a folder that exists and may be written to"),
-        (["--sweep", "--prompts", "x", "--sweep-out", "HERE/x.jsonl"], "--sweep-out: expected a file in a folder that"),
-        (
-            ["--calibration", "HERE/c.json"],
-            "--calibration: expected a file that `medusa calibrate` wrote, got .*c.json",
-        ),
-        (["--check", "--calibration", "HERE/c.json"], "--calibration: expected a file that `medusa calibrate` wrote"),
-    ],
-)
-def test_unwritable_outputs_are_refused_before_the_model_is_loaded(tune, tmp_path, monkeypatch, argv, words):
-    monkeypatch.setattr("medusa_decoding.cli._arguments.load_model", lambda args: pytest.fail("loaded"))
-    monkeypatch.setattr(tuning_paths.os, "access", lambda path, mode: False)
-    code, out, [line] = tune(*(word.replace("HERE", str(tmp_path)) for word in argv))
-    assert (code, out) == (2, "")
-    assert re.search(words, line)
-
-
 def test_nothing_is_written_into_the_package(capsys, tmp_path, monkeypatch):
     """The embedded model's tuning file is in the user's cache folder, where it is found again."""
     own = CHECKPOINT / "heads" / "tuning.json"
@@ -376,22 +318,6 @@ def test_nothing_is_written_into_the_package(capsys, tmp_path, monkeypatch):
     assert capsys.readouterr().out.startswith(f"{file} holds: ")
     assert main(["tune", "--check", "--dtype", "float32"]) == 2
     assert f"{file}: dtype: tuned with bfloat16, now float32" in capsys.readouterr().err
-
-
-def test_an_unwritable_cache_is_reported_before_any_work(capsys, tmp_path, monkeypatch):
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr("medusa_decoding.cli._arguments.load_model", lambda args: pytest.fail("loaded"))
-    assert main(["tune", *QUICK]) == 2
-    assert str(tmp_path / "file") in capsys.readouterr().err
-
-
-def test_out_names_another_file(tune, folder, tmp_path):
-    out = tmp_path / "mine.json"
-    assert tune(*QUICK, "--out", out)[0] == 0
-    assert not (folder / "tuning.json").exists()
-    assert len(json.loads(out.read_text())["cases"]) == 2
-    assert tune("--check", "--out", out)[0] == 0
 
 
 def test_check_reports_what_has_changed(tune, folder):
@@ -475,74 +401,18 @@ def test_a_sweep_chooses_by_the_length_of_each_prompt(tune, folder, stored, tmp_
     assert re.search(r"the trees chosen by length are number \d of 4, [\d.]+ % (behind|ahead of) the fastest", out)
 
 
-def test_a_sweep_may_be_recorded(tune, folder, stored, tmp_path, monkeypatch):
-    file, kept = write_prompts(tmp_path / "texts.jsonl"), tmp_path / "records.jsonl"
-    argv = ["--sweep", "--prompts", file, "--max-new-tokens", "8", "--rounds", "1", "--sweep-out", kept, "--json"]
-    monkeypatch.setenv("MEDUSA_COMMIT", "abc123")
-    monkeypatch.setattr("sys.argv", ["/usr/bin/medusa", "tune", *map(str, argv)])
-    made = []
-    for _ in range(2):
-        code, out, _ = tune(*argv)
-        assert code == 0
-        made.append(json.loads(out))
-    records = [json.loads(line) for line in kept.read_text().splitlines()]
-    assert [{name: record[name] for name in made[0]} for record in records] == made
-    [record, _] = records
-    assert record["benchmark"] == "tune_sweep"
-    assert (record["dtype"], record["backend"], record["batch"], record["weighed"]) == (
-        "float32", "eager", 1, "independent"
-    )  # fmt: skip
-    config = json.loads((folder / ".." / "base" / "config.json").read_text())
-    assert record["shapes"] == {
-        "class": config["architectures"][0],
-        "hidden_size": config["hidden_size"],
-        "layers": config["num_hidden_layers"],
-        "vocab_size": config["vocab_size"],
-        "heads": 4,
-        "blocks": 2,
-        "candidates": config["vocab_size"],
-    }
-    assert record["machine"]["threads"] == torch.get_num_threads()
-    assert set(record["versions"]) >= {"python", "torch", "transformers"}
-    assert record["commit"] == "abc123"
-    assert record["command"].startswith("medusa tune --sweep --prompts ")
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d", record["date"])
-
-
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--sweep-out", "x.jsonl"], "--sweep-out: expected --sweep with it"),
-        (["--sweep", "--prompts", "x", "--sweep-out", "no/such/x.jsonl"], "--sweep-out: expected a file in a folder"),
-        (["--sweep", "--prompts", "x", "--calibration", "c.json"], "--calibration: expected none with --sweep"),
-        (["--prompts", "x.jsonl"], "--prompts: expected --sweep with it"),
         (["--rounds", "2"], "--rounds: expected --sweep with it"),
         (["--sweep"], "--prompts: expected some files with --sweep"),
         (["--out", "no/such/folder/x.json"], "--out: expected a file in a folder that exists"),
-        (["--nodes", "300", "--prefix", "8"], "num_nodes: expected"),
         (["--prefix", "1024"], r"prefix: expected at most \d+ \(the model's context holds 1024 tokens\), got 1024"),
-        (["--device", "cuda:9"], "--device: expected cpu"),
         (["--backend", "graph"], "backend: expected 'auto', 'eager' or 'compiled' on cpu, got 'graph'"),
     ],
 )
 def test_bad_input_is_refused(tune, folder, argv, words):
-    if "--device" in argv and torch.cuda.is_available():
-        pytest.skip("there is a CUDA device")
     code, out, [line] = tune(*argv)
     assert (code, out) == (2, "")
     assert re.search(words, line)
     assert not (folder / "tuning.json").exists()
-
-
-@pytest.mark.parametrize(("option", "value"), [("--nodes", "0"), ("--batch", "1,x"), ("--prefix", "")])
-def test_counts_are_from_one(tune, option, value):
-    with pytest.raises(SystemExit) as end:
-        tune(option, value)
-    assert end.value.code == 2
-
-
-def test_a_damaged_calibration_is_named(tune, folder):
-    (folder / "calibration.json").write_text("{")
-    code, out, [line] = tune(*QUICK)
-    assert (code, out) == (2, "")
-    assert "calibration.json: expected" in line
