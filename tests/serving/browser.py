@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import shutil
 import subprocess
 import time
@@ -17,10 +16,10 @@ CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
 MISSING = [name for name, path in [("chromium", CHROMIUM), ("chromedriver", DRIVER)] if path is None]
 ARGUMENTS = [
     "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--window-size=1280,800", "--disable-background-networking", "--disable-component-update", "--disable-sync",
 ]  # fmt: skip
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"
-ENTER, TAB, ESCAPE, SHIFT, SPACE = "\ue007", "\ue004", "\ue00c", "\ue008", " "
+ENTER, ESCAPE = "\ue007", "\ue00c"
 
 
 class Browser:
@@ -65,11 +64,10 @@ class Browser:
         """Focus an element and press keys."""
         self.send("POST", self.element(selector) + "/value", text=text)
 
-    def press(self, keys: str) -> None:
-        """Press keys one after the other, wherever the focus is; Shift is held until the last one."""
-        down = [{"type": "keyDown", "value": key} for key in keys]
-        up = [{"type": "keyUp", "value": key} for key in reversed(keys)]
-        self.send("POST", "/actions", actions=[{"type": "key", "id": "keyboard", "actions": down + up}])
+    def press(self, key: str) -> None:
+        """Press a key, wherever the focus is."""
+        actions = [{"type": kind, "value": key} for kind in ("keyDown", "keyUp")]
+        self.send("POST", "/actions", actions=[{"type": "key", "id": "keyboard", "actions": actions}])
 
     def text(self, selector: str) -> str:
         """Return an element's visible text."""
@@ -83,27 +81,9 @@ class Browser:
         """Return whether an element is displayed."""
         return self.run("return document.querySelector(arguments[0])?.checkVisibility() ?? false", selector)
 
-    def devtools(self, command: str, **parameters: Any) -> Any:
-        """Send a command of the DevTools protocol."""
-        return self.send("POST", "/goog/cdp/execute", cmd=command, params=parameters)
-
-    def resize(self, width: int, height: int) -> None:
-        """Set the size of the page, without the window's frame."""
-        size = {"width": width, "height": height}
-        self.devtools("Emulation.setDeviceMetricsOverride", deviceScaleFactor=1, mobile=False, **size)
-
-    def prefer(self, **features: str) -> None:
-        """Set media features such as `prefers_color_scheme="dark"`."""
-        named = [{"name": name.replace("_", "-"), "value": value} for name, value in features.items()]
-        self.devtools("Emulation.setEmulatedMedia", features=named)
-
     def complaints(self) -> list[str]:
         """Return what the page has written to the console since the last call, violations of its policy included."""
         return [entry["message"] for entry in self.send("POST", "/se/log", type="browser")]
-
-    def screenshot(self, path: Path) -> None:
-        """Write a picture of the page."""
-        path.write_bytes(base64.b64decode(self.send("GET", "/screenshot")))
 
 
 @contextmanager

@@ -31,7 +31,6 @@ class Reply:
         delay: seconds before each step.
         finish: why the answer ends.
         closes: break the connection after the steps.
-        plain: what plain decoding answers, if it is another text.
     """
 
     steps: list[list[str]] = field(default_factory=list)
@@ -40,7 +39,6 @@ class Reply:
     delay: float = 0.0
     finish: str = "stop"
     closes: bool = False
-    plain: list[str] | None = None
 
 
 class FakeServer:
@@ -126,7 +124,7 @@ def _handler(server: FakeServer) -> type[BaseHTTPRequestHandler]:
 def _events(reply: Reply, body: dict[str, Any]) -> Iterator[str]:
     steps = reply.steps
     if body.get("tree") == "plain":
-        steps = [[token] for token in reply.plain or [token for step in steps for token in step]]
+        steps = [[token] for step in steps for token in step]
     for number, step in enumerate(steps):
         time.sleep(reply.delay)
         yield _chunk("".join(step), number, len(step), None)

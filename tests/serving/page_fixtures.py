@@ -21,8 +21,6 @@ def start_window(tmp_path_factory):
 @pytest.fixture(name="page")
 def open_page(window):
     """The browser as every test finds it; afterwards, the page must have kept to its policy and raised no error."""
-    window.resize(1280, 800)
-    window.prefer()
     window.complaints()
     yield window
     faults = [entry for entry in window.complaints() if "Failed to load resource" not in entry]

@@ -17,7 +17,6 @@ from torch.overrides import TorchFunctionMode
 
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.decode.runtime.progress import STEPS_LATE
-from medusa_decoding.decode.runtime.steps import KEPT_STEPS
 from medusa_decoding.serving import prompt_scores, scheduler
 from medusa_decoding.serving.engine import Engine
 from medusa_decoding.serving.groups import Groups
@@ -320,54 +319,6 @@ def test_a_long_prompt_runs_in_chunks_between_the_steps_of_others(llama: MedusaM
     assert order[seen:].index("joined") >= 4
 
 
-def test_a_lone_prompt_holds_the_engine_for_half_a_second_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    base = tiny(max_position_embeddings=1024)
-    model = MedusaModel(base, heads_for(base))
-    (prompt,) = prompts(1, [900], seed=8)
-    expected = alone(model, prompt.tolist(), max_new_tokens=4)
-    forward, took = model.backbone.forward, [0.0]
-
-    def clock() -> float:
-        return time.perf_counter() + sum(took)
-
-    def slow(tokens: torch.Tensor, context: Any) -> torch.Tensor:
-        if context.ancestors is None:  # of the prompt: 400 tokens per second, then 100
-            took.append(tokens.numel() / (400 if sum(took) < 1 else 100))
-        return forward(tokens, context)
-
-    monkeypatch.setattr(model.backbone, "forward", slow)
-    monkeypatch.setattr(model.backbone, "prefill_nodes", lambda batch, tokens: 0)
-    monkeypatch.setattr(
-        "medusa_decoding.serving.scheduler.time", SimpleNamespace(perf_counter=clock, thread_time=time.thread_time)
-    )
-    with Engine(model, slots=1) as engine:
-        assert Caller(engine, prompt.tolist(), max_new_tokens=4).tokens() == expected
-    longest = sorted(took)
-    assert longest[-2] <= 0.5 < longest[-1] <= 2.0  # the one chunk in which the speed fell
-
-
-def test_several_waiting_prompts_run_in_one_round(llama: MedusaModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks = itertools.count()  # a millisecond passes from one look at the clock to the next
-    clock = SimpleNamespace(perf_counter=lambda: next(ticks) / 1000, thread_time=time.thread_time)
-    monkeypatch.setattr("medusa_decoding.serving.scheduler.time", clock)
-    asked = [prompt.tolist() for prompt in prompts(4, [40], seed=7)]
-    expected = [alone(llama, prompt, max_new_tokens=100) for prompt in asked]
-    engine, submitted, running = Engine(llama, slots=4), threading.Event(), []
-    scheduler_round = engine._scheduler.round
-
-    def counted() -> None:
-        submitted.wait(30)
-        scheduler_round()
-        running.append(engine.stats().running)
-
-    monkeypatch.setattr(engine._scheduler, "round", counted)
-    with engine:
-        callers = [Caller(engine, prompt, max_new_tokens=100) for prompt in asked]
-        submitted.set()
-        assert [caller.tokens() for caller in callers] == expected
-    assert running[0] == 4
-
-
 @pytest.mark.parametrize(
     ("lengths", "begins", "ran"),
     [
@@ -550,26 +501,6 @@ def test_output_that_is_not_finite_ends_its_row() -> None:
         assert Caller(engine, good, max_new_tokens=12, tree=Tree.chain(2)).tokens() == expected  # no draft is spoiled
 
 
-def test_a_step_that_fails_ends_its_rows_and_the_engine_goes_on(
-    llama: MedusaModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    expected = alone(llama, [1, 2, 3], max_new_tokens=9)
-    with Engine(llama, slots=2) as engine:
-        forward, fail = llama.backbone.forward, [True]
-
-        def broken(tokens: torch.Tensor, context: Any) -> torch.Tensor:
-            if tokens.shape[1] == 4 and fail:
-                fail.clear()
-                raise RuntimeError("out of luck")
-            return forward(tokens, context)
-
-        monkeypatch.setattr(llama.backbone, "forward", broken)
-        caller = Caller(engine, [1, 2, 3], max_new_tokens=9, tree=Tree.chain(3))
-        assert caller.finish() == "error"
-        assert str(caller.error()) == "out of luck"
-        assert Caller(engine, [1, 2, 3], max_new_tokens=9, tree=Tree.chain(3)).tokens() == expected
-
-
 def test_a_failed_step_of_one_kind_harms_no_other_rows(llama: MedusaModel, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = [prompt.tolist() for prompt in prompts(3, [20, 30], seed=9)]
     expected = [alone(llama, prompt, max_new_tokens=100) for prompt in asked]
@@ -591,42 +522,6 @@ def test_a_failed_step_of_one_kind_harms_no_other_rows(llama: MedusaModel, monke
         assert good.tokens() == expected[2]  # its row has moved
 
 
-def test_auto_goes_on_after_a_failed_step(llama: MedusaModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = alone(llama, [1, 2, 3], max_new_tokens=60)
-    with Engine(llama, slots=2) as engine:
-        forward, fail = llama.backbone.forward, [True]
-
-        def broken(tokens: torch.Tensor, context: Any) -> torch.Tensor:
-            if tokens.shape[1] > 3 and context.ancestors is not None and fail:  # a tree of "auto"
-                fail.clear()
-                raise RuntimeError("out of luck")
-            return forward(tokens, context)
-
-        monkeypatch.setattr(llama.backbone, "forward", broken)
-        finishes = [Caller(engine, [1, 2, 3], max_new_tokens=60, tree="auto").finish() for _ in range(4)]
-        assert finishes == ["error", "length", "length", "length"]
-        assert Caller(engine, [1, 2, 3], max_new_tokens=60).tokens() == expected
-
-
-def test_requests_that_end_in_their_prefill_leave_room_for_others(llama: MedusaModel) -> None:
-    with Engine(llama, slots=1, context=40, queue=0) as engine:
-        for _ in range(100):  # more than the log of steps has columns
-            assert Caller(engine, [1, 2, 3], max_new_tokens=1).finish() == "length"
-            while engine.stats().running:
-                time.sleep(0.001)
-        assert len(Caller(engine, [1, 2, 3], max_new_tokens=9).tokens()) == 9
-
-
-def test_a_prompt_that_cannot_be_placed_ends_and_the_engine_goes_on(
-    llama: MedusaModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with Engine(llama, slots=2) as engine:
-        with monkeypatch.context() as patch:
-            patch.setattr(engine._scheduler.slots, "place", lambda *given: _raise(0, Delta([])))
-            assert Caller(engine, [1, 2, 3]).finish() == "error"
-        assert len(Caller(engine, [1, 2, 3], max_new_tokens=5).tokens()) == 5
-
-
 def test_an_engine_that_cannot_go_on_ends_all_its_requests(llama: MedusaModel, monkeypatch: pytest.MonkeyPatch) -> None:
     with Engine(llama, slots=1) as engine:
         assert engine.running
@@ -638,16 +533,6 @@ def test_an_engine_that_cannot_go_on_ends_all_its_requests(llama: MedusaModel, m
         with pytest.raises(RuntimeError, match="closed"):
             engine.submit([1], lambda choice, delta: None)
         assert not engine.running
-
-
-def test_requests_that_name_the_default_run_with_the_others(llama: MedusaModel) -> None:
-    with Engine(llama, slots=3) as engine:
-        callers = [Caller(engine, [1, 2, 3], max_new_tokens=120, tree=tree) for tree in (None, "auto", None)]
-        for caller in callers:
-            caller.wait_for(3)
-        assert len([group for group in engine._scheduler.groups]) == 1
-        for caller in callers:
-            caller.tickets[0].cancel()
 
 
 @pytest.mark.usefixtures("late")
@@ -681,58 +566,19 @@ def test_padded_steps_go_on_when_another_kind_joins_and_leaves(
         assert [caller.tokens() for caller in three] == [expected] * 3
 
 
-def test_more_choices_than_can_ever_run_or_wait_are_refused(llama: MedusaModel) -> None:
-    with Engine(llama, slots=1, queue=1) as engine, pytest.raises(ValueError, match="n: expected at most 2 choices"):
-        engine.submit([1], lambda choice, delta: None, n=3, do_sample=True)
-
-
 def test_a_negative_seed_is_one_of_64_bits(llama: MedusaModel) -> None:
     settings: dict[str, Any] = {"do_sample": True, "seed": -5, "max_new_tokens": 20}
     with Engine(llama, slots=1) as engine:
         assert Caller(engine, [1, 2, 3], **settings).tokens() == alone(llama, [1, 2, 3], **settings)
 
 
-def test_graphs_over_views_are_dropped_with_their_step(llama: MedusaModel) -> None:
-    engine = Engine(llama, slots=3)
-    scheduler = engine._scheduler
-    view, step = scheduler.slots.rows(0, 2), object()
-    view.captured[(step, "key")] = "a graph"
-    scheduler.steps.pool.forget(step)
-    assert view.captured == {}
-    steps = [scheduler._step_for(Tree([[number]])) for number in range(10)]
-    steps += [scheduler._step_for(Tree([[0], [number]])) for number in range(1, 10)]
-    assert len(scheduler.steps._made) <= KEPT_STEPS
-    assert scheduler._step_for(Tree([[0]])) is not steps[0]
-
-
-def test_closing_cancels_what_runs_and_waits(llama: MedusaModel) -> None:
-    engine = Engine(llama, slots=1).start()
-    callers = [Caller(engine, [1, 2, 3], max_new_tokens=150, tree=Tree([])) for _ in range(3)]
-    callers[0].wait_for(2)
-    engine.close()
-    assert [caller.finish() for caller in callers] == ["cancelled"] * 3
-    engine.close()
-    with pytest.raises(RuntimeError, match="closed"):
-        engine.submit([1], lambda choice, delta: None)
-    with pytest.raises(RuntimeError, match="closed"):
-        engine.start()
-
-
 BAD: dict[str, tuple[list[int], dict[str, Any], str]] = {
-    "empty": ([], {}, "input_ids: expected at least one row"),
     "id": ([VOCAB], {}, r"input_ids: expected ids in \[0, 11\)"),
-    "prompt": ([1] * 160, {}, r"prompt: expected fewer than 160 tokens \(the context\), got 160"),
     "tokens": ([1] * 100, {"max_new_tokens": 61}, "max_new_tokens: expected at most 60 .*, got 61"),
-    "none": ([1], {"max_new_tokens": 0}, "max_new_tokens: expected at least 1, got 0"),
     "n": ([1], {"n": 0}, "n: expected a whole number of at least 1"),
     "logprobs": ([1], {"logprobs": 21}, "logprobs: expected 0 to 20, got 21"),
-    "prompt logprobs": ([1], {"prompt_logprobs": -1}, "prompt_logprobs: expected 0 to 20, got -1"),
     "tree": ([1], {"tree": Tree.chain(5)}, "tree: "),
     "lookup": ([1], {"tree": Tree.chain(2).with_lookup(4)}, "tree: expected one without a branch copied"),
-    "word": ([1], {"tree": "large"}, "tree: expected a Tree or 'auto', got 'large'"),
-    "temperature": ([1], {"temperature": 0.5}, "temperature: expected 1.0 without do_sample=True"),
-    "unknown": ([1], {"colour": 1}, "colour: expected an argument of generate"),
-    "beams": ([1], {"num_beams": 2}, "num_beams: expected 1, got 2"),
     "minimum": (
         [1],
         {"min_new_tokens": 3, "eos_token_id": 2, "acceptance": "typical"},
@@ -769,13 +615,11 @@ def test_end_tokens_wait_for_the_least_number_of_tokens(llama: MedusaModel, samp
 OWN: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     # the model's own generation config, what is asked, and what `generate` is asked instead
     "min_new_tokens": ({"min_new_tokens": 9, "eos_token_id": [1, 4, 7]}, {}, {"max_new_tokens": 20}),
-    "min_length": ({"min_length": 9, "eos_token_id": [1, 4, 7]}, {}, {"max_new_tokens": 20}),
     "more than asked": ({"min_new_tokens": 9, "eos_token_id": 4}, {"max_new_tokens": 5}, {"min_new_tokens": 5}),
     "max_new_tokens": ({"max_new_tokens": 7}, {"max_new_tokens": None}, {"max_new_tokens": 7}),
     "num_return_sequences": ({"num_return_sequences": 3}, {}, {"num_return_sequences": 1}),
     "stop_strings": ({"stop_strings": ["a"]}, {}, {"stop_strings": []}),
     "top_k": ({"top_k": -1}, {"do_sample": True, "temperature": 1.2, "seed": 3}, {"top_k": 0}),
-    "outputs": ({"output_attentions": True, "output_scores": True}, {}, {"output_attentions": False}),
     "max_time": ({"max_time": 0.0}, {}, {"max_new_tokens": 1}),
 }
 
@@ -796,10 +640,6 @@ def test_the_models_own_generation_config_is_obeyed(
     ("own", "message"),
     [
         ({"num_beams": 2}, "generation_config.num_beams: expected 1, got 2"),
-        ({"penalty_alpha": 0.6}, "generation_config.penalty_alpha: expected"),
-        ({"top_p": 0.0}, "top_p: expected above 0"),
-        ({"stop_strings": [3]}, "stop_strings: expected one or more"),
-        ({"max_time": -1}, "max_time: expected seconds"),
         ({"suppress_tokens": [999]}, "suppress_tokens: expected"),
     ],
 )
@@ -810,19 +650,6 @@ def test_a_generation_config_that_fails_every_request_fails_at_the_start(
         setattr(llama.backbone.causal_lm.generation_config, name, value)
     with pytest.raises(ValueError, match=f"model: its own generation config cannot be served.*{message}"):
         Engine(llama)
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"slots": 0}, "slots: expected a whole number of at least 1, got 0"),
-        ({"context": 161}, "context: expected at most 160 tokens"),
-        ({"queue": -1}, "queue: expected a whole number of at least 0"),
-    ],
-)
-def test_impossible_sizes_are_refused(llama: MedusaModel, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Engine(llama, **settings)
 
 
 def test_memory_is_stated_and_checked_before_it_is_taken(llama: MedusaModel, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -850,18 +677,6 @@ def test_without_heads_it_decodes_plainly() -> None:
     with Engine(model, slots=2) as engine:
         assert Caller(engine, [1, 2, 3], max_new_tokens=20).tokens() == expected
         assert engine.stats().tree_nodes == {1: 19}
-
-
-def test_memory_does_not_grow_with_requests(llama: MedusaModel) -> None:
-    with Engine(llama, slots=3) as engine:
-        scheduler = engine._scheduler
-        for number in range(150):  # a hundred trees
-            tree = Tree([[number % 10], [number % 10, number // 10 % 10]])
-            Caller(engine, [number % VOCAB], max_new_tokens=3, tree=tree).wait()
-        assert len(scheduler._policies) <= 64
-        assert len(scheduler.slots._views) <= 3 * 3
-        while not scheduler.idle:  # the last row is about to leave
-            time.sleep(0.001)
 
 
 @pytest.mark.gpu

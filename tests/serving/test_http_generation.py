@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from unittest.mock import ANY
 
 import openai
 import pytest
 import torch
-from http_server import live
 
 from medusa_decoding.serving.http.answers import Choice, Part, ShownToken
 from medusa_decoding.serving.http.events import CompletionForm
 from medusa_decoding.serving.ticket import TokenLogprobs
-from medusa_decoding.trees.tree import Tree
 
 QUESTION = "Write a class Job with name: str and priority: int that is sorted by priority."
 OTHER = "Write a command line parser with path and --verbose."
@@ -88,25 +85,6 @@ def test_a_stream_has_one_chunk_per_step_and_then_the_usage(server, written):
     assert all(chunk.usage is None for chunk in steps)
 
 
-def test_the_asynchronous_client_gets_the_same(server, written):
-    texts = [written(content)[2][0] for content in (QUESTION, OTHER)]
-
-    async def one(client, content, stream):
-        done = await client.chat.completions.create(
-            model="demo", messages=[{"role": "user", "content": content}], max_tokens=48, stream=stream
-        )
-        if not stream:
-            return done.choices[0].message.content
-        return "".join([chunk.choices[0].delta.content async for chunk in done])
-
-    async def everything():
-        async with server.asynchronous() as client:
-            asked = [one(client, content, stream) for content in (QUESTION, OTHER) for stream in (False, True)]
-            return await asyncio.gather(*asked)
-
-    assert asyncio.run(everything()) == [texts[0], texts[0], texts[1], texts[1]]
-
-
 @pytest.mark.parametrize("fields", [{}, {"top_p": 0.9}, {"extra_body": {"top_k": 5, "min_p": 0.05}}])
 def test_a_seed_gives_the_text_that_generate_draws(server, written, fields):
     flat = {**fields, **fields.get("extra_body", {})}
@@ -142,22 +120,6 @@ def test_trees_change_steps_and_not_the_text(server, written, tree):
         assert max(map(int, lengths)) <= 3
 
 
-def test_typical_acceptance_is_that_of_generate(server, written):
-    chosen = {"acceptance": "typical", "posterior_threshold": 0.3, "posterior_alpha": 0.6}
-    tree = [[0], [1], [0, 0], [0, 0, 0]]
-
-    _, _, [text] = written(UNKNOWN, tree=Tree(tree), temperature=0.7, **chosen)
-    assert text != written(UNKNOWN)[2][0]
-    done = ask(server, UNKNOWN, temperature=0.7, extra_body={"tree": tree, **chosen})
-    assert done.choices[0].message.content == text
-
-
-def test_repetition_penalty_is_that_of_generate(server, written):
-    _, _, [text] = written(QUESTION, repetition_penalty=1.8)
-    assert text != written(QUESTION)[2][0]
-    assert ask(server, extra_body={"repetition_penalty": 1.8}).choices[0].message.content == text
-
-
 def test_stop_strings_end_the_text_before_them(server, written):
     _, _, [text] = written(QUESTION)
     middle = len(text) // 2
@@ -190,19 +152,6 @@ def test_end_tokens_are_ignored_delayed_and_added(server, written, fields):
     least = len(short) + 20
     _, [delayed], [longer] = written(OTHER, max_new_tokens=200, min_new_tokens=least, **settings)
     assert text(min_tokens=least)[1] == longer != ended
-
-
-def test_each_chunk_has_the_usage_so_far_if_asked(server):
-    options = {"include_usage": True, "continuous_usage_stats": True}
-    *chunks, last = list(ask(server, stream=True, n=2, stream_options=options))
-    assert [sum(chunk.choices[0].medusa["tokens"] for chunk in chunks[: n + 1]) for n in range(len(chunks))] == [
-        chunk.usage.completion_tokens for chunk in chunks
-    ]
-    assert last.choices == []
-    assert last.usage == chunks[-1].usage
-    [*_, end] = list(ask(server, stream=True, stream_options={"continuous_usage_stats": True}))
-    assert end.choices[0].finish_reason
-    assert end.usage.medusa["steps"] > 0
 
 
 def test_text_completions_continue_each_prompt(server, written, tokenizer):
@@ -305,15 +254,6 @@ def test_an_echo_scores_the_prompt_as_the_model_does(server, written, tokenizer,
             assert not choice.text[at].isascii() if token.startswith("bytes:") else choice.text[at:].startswith(token)
 
 
-def test_a_conversation_has_prompt_log_probabilities(server, encoder):
-    prompt = encoder.encode([{"role": "user", "content": QUESTION}])
-    fields = {"max_tokens": 2, "n": 2, "extra_body": {"prompt_logprobs": 0}}
-    found = ask(server, **fields).prompt_logprobs
-    [one, _] = server.client.completions.create(model="demo", prompt=prompt, **fields).choices
-    assert found == one.prompt_logprobs
-    assert [entry and [*entry] for entry in found] == [None, *([str(token)] for token in prompt[1:])]
-
-
 @pytest.mark.parametrize("prompt", ["Write a class", [40, 41, 42]])
 def test_no_new_tokens_leave_the_prompt_alone(server, tokenizer, prompt):
     create = server.client.completions.create
@@ -325,13 +265,6 @@ def test_no_new_tokens_leave_the_prompt_alone(server, tokenizer, prompt):
     assert done.usage.completion_tokens == 0
     [empty] = create(model="demo", prompt=prompt, max_tokens=0).choices
     assert (empty.text, empty.finish_reason) == ("", "length")
-
-
-def test_an_end_token_has_an_entry_after_an_echo(server):
-    fields = {"prompt": [40, 41, 42], "max_tokens": 1, "logprobs": 1, "echo": True, "logit_bias": {"0": 100}}
-    [choice] = server.client.completions.create(model="demo", **fields).choices
-    assert choice.finish_reason == "stop"
-    assert [len(values) for _, values in choice.logprobs] == [4] * 4  # lm-evaluation-harness leaves out the last one
 
 
 def test_log_probabilities_end_with_the_text(server, written):
@@ -363,10 +296,3 @@ def test_models_are_listed(server):
     with pytest.raises(openai.NotFoundError) as failed:
         server.client.models.retrieve("another/model")
     assert failed.value.code == "model_not_found"
-
-
-@pytest.mark.parametrize(("tree", "decoding"), [(Tree([]), "plain"), (Tree.chain(1), "medusa"), ("auto", "medusa")])
-def test_models_say_how_they_decode(demo, demo_engine, encoder, monkeypatch, tree, decoding):
-    monkeypatch.setattr(demo, "tree", tree)
-    with live(demo_engine, encoder) as server:
-        assert server.client.models.retrieve("demo").decoding == decoding

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
-import httpx
 import pytest
 import torch
 from http_server import live, wait_for
@@ -75,55 +71,3 @@ def test_forty_concurrent_requests_get_what_they_get_alone(demo, encoder):
             held.append(resident())
         assert engine.stats().waiting == 0
     assert held[2] - held[1] < 32 * 2**20  # the first round fills caches and allocators
-
-
-CLIENT = """
-import sys, openai
-client = openai.OpenAI(base_url=sys.argv[1], api_key="none")
-question = {"role": "user", "content": "Write a class Job with name: str."}
-for event in client.chat.completions.create(
-    model="demo", messages=[question], max_tokens=900, stream=True, logit_bias={"0": -100}
-):
-    print("x", flush=True)
-"""
-
-
-@pytest.mark.slow
-def test_a_client_that_is_killed_frees_its_slot(demo, encoder):
-    with Engine(demo, slots=1) as engine, live(engine, encoder) as server:
-        client = subprocess.Popen([sys.executable, "-c", CLIENT, f"{server.url}/v1"], stdout=subprocess.PIPE)
-        assert client.stdout.readline() == b"x\n"
-        client.kill()
-        client.communicate()
-        answer = asyncio.run(ask(server.asynchronous(), "Write a class Job with name: str.", 0, {}, False))
-        assert answer == offline(demo, encoder, "Write a class Job with name: str.", 0, {})
-        wait_for(lambda: engine.stats().finished.get("cancelled") == 1)
-
-
-@pytest.mark.slow
-def test_a_server_that_is_killed_while_it_streams_can_be_started_again(tmp_path):
-    def start(port):
-        command = [sys.executable, "-m", "medusa_decoding", "serve", "--device", "cpu", "--port", str(port)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
-        line = process.stdout.readline()
-        return process, line.split(" at ")[1].split("v1:")[0]
-
-    def stream_and_kill():
-        with httpx.stream("POST", f"{url}v1/completions", json=body, timeout=60) as response:
-            for number, _ in enumerate(response.iter_lines()):
-                if number == 4:
-                    process.send_signal(signal.SIGKILL)
-
-    process, url = start(0)
-    body = {"model": "demo", "prompt": "Write", "max_tokens": 900, "stream": True, "logit_bias": {"0": -100}}
-    with pytest.raises(httpx.RemoteProtocolError):
-        stream_and_kill()
-    process.communicate()
-    again, same = start(url.rstrip("/").rsplit(":", 1)[1])
-    try:
-        assert same == url
-        body |= {"stream": False, "max_tokens": 4}
-        assert httpx.post(f"{url}v1/completions", json=body, timeout=60).status_code == 200
-    finally:
-        again.kill()
-        again.communicate()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import threading
 
 import httpx
 import openai
@@ -14,8 +13,6 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from medusa_decoding.chat.template import ChatTemplate, PromptEncoder
-from medusa_decoding.serving.grammar import Grammars
-from medusa_decoding.serving.http import responses
 from medusa_decoding.serving.http.token_text import TokenBytes
 
 END = 0
@@ -76,7 +73,6 @@ def streamed(server, **fields):
     [
         ("STOP", "one ST two STO "),
         (["never", "OP th"], "one ST two STO ST"),
-        ("absent", None),
         ("four", "one ST two STO STOP three "),
     ],
 )
@@ -88,7 +84,6 @@ def test_stop_strings_are_found_across_tokens_and_steps(scripted, encoder, stop,
         chunks = streamed(server, stop=stop)
     done = whole.choices[0]
     assert whole.usage.medusa["steps"] == len(chunks) - 1  # the engine may be ahead
-    kept = text if kept is None else kept
     assert done.message.content == "".join(chunk.delta.content for chunk in chunks) == kept
     assert done.finish_reason == chunks[-1].finish_reason == "stop"
     shown = ""
@@ -122,37 +117,6 @@ def test_stop_strings_with_special_tokens_are_found_and_not_shown(scripted, enco
         assert tokens.replace("<|assistant|>", "").replace("<|user|>", "").startswith(kept)
 
 
-@pytest.mark.parametrize(
-    ("path", "fields"),
-    [
-        (CHAT, {"messages": MESSAGES}),
-        (CHAT, {"messages": MESSAGES, "tools": TOOLS, "logprobs": True, "top_logprobs": 2}),
-        (TEXT, {"prompt": "x"}),
-        (TEXT, {"prompt": "x", "echo": True, "logprobs": 2}),
-        ("/tokenize", {"prompt": "x", "return_token_strs": True}),
-        ("/detokenize", {"tokens": [5]}),
-        ("/v1/models", None),
-        ("/v1/models/{model}", None),
-    ],
-)
-def test_responses_have_the_fields_of_the_schema(scripted, tool_template, path, fields):
-    def check(body, kind="application/json"):
-        model = getattr(responses, described[kind]["schema"]["$ref"].rpartition("/")[2])
-        assert model.model_validate(body, strict=True).model_dump(exclude_unset=True) == body
-
-    with live(scripted(HERMES), tool_template) as server:
-        operation = httpx.get(f"{server.url}/openapi.json").json()["paths"][path]["post" if fields else "get"]
-        described, where = operation["responses"]["200"]["content"], server.url + path.format(model="demo")
-        answer = httpx.get(where) if fields is None else httpx.post(where, json={"model": "demo", **fields}, timeout=60)
-        check(answer.json())
-        if path in (CHAT, TEXT):
-            streamed = {"model": "demo", "stream": True, "stream_options": {"include_usage": True}, **fields}
-            *events, done = httpx.post(where, json=streamed, timeout=60).text.split("\n\n")[:-1]
-            assert done == "data: [DONE]"
-            for event in events:
-                check(json.loads(event.removeprefix("data: ")), "text/event-stream")
-
-
 def test_a_chat_template_gets_variables_of_the_request(scripted, tokenizer, tmp_path):
     (tmp_path / "moods.jinja").write_text("<|user|>{{ mood | default('calm') }}{{ template }}<|assistant|>")
     engine = scripted("one")
@@ -165,18 +129,6 @@ def test_a_chat_template_gets_variables_of_the_request(scripted, tokenizer, tmp_
     assert calm == again == "<|user|>calm<|assistant|>"
     assert other == "<|user|>merryX<|assistant|>"
     assert tokenizer.decode(merry) == "<|user|>merry<|assistant|>"
-
-
-def test_a_chat_template_gets_the_reasoning_effort(scripted, encoder, tokenizer, tmp_path):
-    (tmp_path / "effort.jinja").write_text("<|user|>{{ reasoning_effort }}<|assistant|>")
-    engine = scripted("one")
-    with live(engine, ChatTemplate(tokenizer, str(tmp_path / "effort.jinja"))) as server:
-        ask(server, reasoning_effort="low", extra_body={"chat_template_kwargs": {"reasoning_effort": "high"}})
-    with live(engine, encoder) as server:  # whose template does not read it
-        ask(server, reasoning_effort="none")
-    read, ignored = (tokenizer.decode(asked["prompt"]) for asked in engine.asked)
-    assert read == "<|user|>low<|assistant|>"
-    assert ignored == encoder.render(MESSAGES)
 
 
 def test_the_models_own_stop_strings_end_answers(scripted, encoder, demo, monkeypatch):
@@ -348,13 +300,6 @@ def test_prompts_are_those_of_transformers_with_several_templates(scripted, toke
     assert engine.asked[0]["prompt"] == tokenizer(wanted, add_special_tokens=False)["input_ids"]
 
 
-def test_a_template_of_the_tokenizer_is_chosen_by_name(tokenizer):
-    own = copy.deepcopy(tokenizer)
-    own.chat_template = {"default": GENERIC, "rag": "Documents: none.", "tool_use": TEMPLATE}
-    template = ChatTemplate(own, "rag")
-    assert template.render(MESSAGES) == template.render(MESSAGES, TOOLS) == "Documents: none."
-
-
 def test_a_template_without_tools_gets_them_as_text(scripted, tokenizer):
     """A system message has the tools, or the first message if there may be no system message."""
     own, engine = copy.deepcopy(tokenizer), scripted(LLAMA)
@@ -380,12 +325,8 @@ def test_a_template_without_tools_gets_them_as_text(scripted, tokenizer):
     ("fields", "rendered"),
     [
         ({"content": "three"}, "three"),
-        ({"content": "three", "annotations": [{"type": "url"}], "tool_calls": [], "parsed": {"a": 3}}, "three"),
-        ({}, ""),
         ({"content": None, "tool_calls": None}, ""),
-        ({"content": [], "refusal": None}, ""),
         ({"tool_calls": [{"id": None, "function": {"name": "add", "arguments": "{}"}}]}, "add"),
-        ({"content": "three", "reasoning": "1 + 2"}, "(1 + 2) three"),
         ({"content": "three", "reasoning_content": "1 + 2", "reasoning_details": [{"text": "1 + 2"}]}, "(1 + 2) three"),
     ],
 )
@@ -399,20 +340,6 @@ def test_answers_of_any_client_are_history(scripted, tokenizer, tmp_path, fields
         history = [*MESSAGES, sent_back, *MESSAGES, {"role": "assistant", **fields}, *MESSAGES]
         server.client.chat.completions.create(model="demo", messages=history)
     assert tokenizer.decode(engine.asked[-1]["prompt"]) == f"[hello][four][hello][{rendered}][hello]"
-
-
-@pytest.mark.parametrize(
-    "fields", [{"tools": TOOLS, "tool_choice": "required"}, {"response_format": {"type": "json_object"}}]
-)
-def test_schemas_that_compile_keep_no_other_request_waiting(scripted, tool_template, monkeypatch, fields):
-    """All compile in one thread, so that slow ones leave those for other requests free."""
-    threads, compiled = [], Grammars._processors
-    monkeypatch.setattr(
-        Grammars, "_processors", lambda *given: (threads.append(threading.current_thread().name), compiled(*given))[1]
-    )
-    with live(scripted("{}"), tool_template) as server:
-        ask(server, **fields)
-    assert [name.partition("_")[0] for name in threads] == ["medusa-schemas"]
 
 
 def test_text_that_looks_like_a_call_is_text_without_tools(scripted, tool_template):
@@ -437,15 +364,6 @@ def test_an_engine_that_fails_says_nothing_of_itself(scripted, encoder):
         lines = httpx.post(f"{server.url}/v1/chat/completions", json=body).text.strip().split("\n\n")
         assert json.loads(lines[-2].removeprefix("data: "))["error"]["type"] == "server_error"
         assert lines[-1] == "data: [DONE]"
-
-
-def test_an_engine_that_closes_ends_answers_with_503(scripted, encoder):
-    engine = scripted("one two three", hold=True)
-    with live(engine, encoder) as server:
-        stream = ask(server, stream=True)
-        engine.tickets[0].cancel()  # as Engine.close does
-        with pytest.raises(openai.APIError, match="shutting down"):
-            list(stream)
 
 
 @pytest.mark.parametrize("stream", [False, True])

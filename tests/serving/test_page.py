@@ -2,9 +2,7 @@
 
 import contextlib
 import io
-import json
 import re
-import shlex
 
 import pytest
 from browser import ENTER, ESCAPE
@@ -30,16 +28,6 @@ def test_every_step_has_a_colour(page, serve):
     assert page.run(background, ".text .a") == "rgba(0, 0, 0, 0)"
 
 
-def test_figures(page, serve):
-    serve({"go": Reply(STEPS, delay=0.03)})
-    ask(page, "go")
-    found = figures(page)
-    assert found["tokens"] == 12  # with the end token
-    assert found["step"] == pytest.approx(11 / 5, abs=0.01)  # the prefill is no step
-    assert 20 < found["second"] <= 12 / (5 * 0.03)
-    assert 30 <= found["wait"] < 1000
-
-
 def test_compare_with_plain_decoding(page, serve):
     server = serve({"go": Reply(STEPS, delay=0.03)})
     page.click("#both")
@@ -56,18 +44,6 @@ def test_compare_with_plain_decoding(page, serve):
     said = page.text(".verdict")
     ratio = re.match(r"([\d.]+)\S the tokens per second with Medusa\. The texts are identical\.$", said)
     assert float(ratio[1]) > 1.2
-
-
-def test_texts_that_differ(page, serve):
-    server = serve({"go": Reply(STEPS, plain=["def", " mean"])})
-    page.click("#both")
-    page.click("[value=typical]")
-    page.type("#temperature", "0.5")
-    page.type("#seed", "7")
-    ask(page, "go")
-    said = page.text(".verdict")
-    assert said.endswith("The texts differ from character 5 on: typical acceptance is lossy. Both used seed 7.")
-    assert all(request["acceptance"] == "typical" for request in server.requests)
 
 
 def test_settings(page, serve):
@@ -126,15 +102,6 @@ def test_errors_keep_the_message(page, serve, reply, message):
     assert server.requests[-1]["messages"] == [{"role": "user", "content": "good"}]
 
 
-def test_a_server_that_is_gone(page, serve):
-    server = serve({})
-    server.http.shutdown()
-    server.http.server_close()
-    ask(page, "hello")
-    assert contents(page, ".error") == ["The server does not answer. Is it still running?"]
-    assert page.value("#message") == "hello"
-
-
 def test_key(page, serve):
     server = serve({"go": Reply(STEPS)}, key="secret")
     assert page.run("return document.activeElement.id") == "key"
@@ -147,11 +114,6 @@ def test_key(page, serve):
     assert not page.shown("#keyed")
     assert [request["model"] for request in server.requests] == ["scripted"]
     assert "secret" not in "".join(contents(page, "pre"))
-
-
-def test_no_key_field_without_need(page, serve):
-    serve({})
-    assert not page.shown("#keyed")
 
 
 @pytest.mark.parametrize("place", ["answer", "error", "model"])
@@ -174,121 +136,6 @@ def test_conversation(page, serve):
     assert page.shown("#intro")
     ask(page, "second")
     assert len(server.requests[2]["messages"]) == 1
-
-
-def test_examples_of_the_demo_model(page, serve):
-    server = serve({EXAMPLE: Reply(STEPS)}, model="demo")
-    page.click("#examples button")
-    page.wait(lambda: page.shown("#send") and contents(page, ".text") == [TEXT])
-    ask(page, EXAMPLE)
-    assert [len(request["messages"]) for request in server.requests] == [1, 1]  # it knows single requests only
-    assert "mono" in page.run("return getComputedStyle(document.querySelector('.text')).fontFamily")
-    serve({})
-    assert EXAMPLE not in contents(page, "#examples button")
-
-
-def test_questions_for_any_other_model(page, serve):
-    server = serve({})
-    questions = contents(page, "#examples button")
-    server.replies = dict.fromkeys(questions, Reply(STEPS))
-    assert len(questions) >= 3
-    page.click("#examples button:last-child")
-    page.wait(lambda: page.shown("#send") and contents(page, ".text") == [TEXT])
-    assert [message["content"] for message in server.requests[0]["messages"]] == [questions[-1]]
-
-
-@pytest.mark.parametrize(
-    ("decoding", "acceptance", "name"),
-    [
-        ("medusa", "typical", "Medusa, typical acceptance"),
-        ("plain", "lossless", "Plain decoding, as the server does"),
-    ],
-)
-def test_a_comparison_names_what_runs(page, serve, decoding, acceptance, name):
-    serve({"go": Reply(STEPS)}, decoding=decoding)
-    page.click("#both")
-    page.click(f"[value={acceptance}]")
-    ask(page, "go")
-    assert contents(page, ".answer h3") == ["Plain decoding", name]
-    assert ("Medusa" in page.text(".verdict")) == (decoding == "medusa")
-
-
-def test_a_question_stays_in_sight(page, serve):
-    serve({"go": Reply([["line\n\n"]] * 60)})
-    page.click("#both")
-    ask(page, "go")
-    page.wait(lambda: contents(page, ".verdict"))
-    seen = "const box = document.querySelector(arguments[0]).getBoundingClientRect(); return [box.top, box.bottom]"
-    (top, bottom), (upper, lower) = page.run(seen, ".asked"), page.run(seen, "#log")
-    assert page.run("return document.querySelector('#log').scrollTop") > 500
-    assert upper <= top < bottom <= lower
-
-
-MARKDOWN = """\
-## A *title*
-So **very `x*y` good**, 2 * 3 * 4 and
-**open
-```python
-  x = a*b*c  # **not** bold
-```
-1. one `code`
-   more
-2. two
-   - inner
-- other
-
-3) three
-~~~
-``` <b>unclosed"""
-BLOCKS = [
-    ["h5", "A title\n", {"em": ["title"]}],
-    ["p", "So very x*y good, 2 * 3 * 4 and\n**open\n", {"strong": ["very x*y good"], "strong code": ["x*y"]}],
-    ["pre", "  x = a*b*c  # **not** bold\n", {}],
-    [
-        "div", "one code\n   more\ntwo\ninner\nother\n",
-        {"code": ["code"], "ol > li": ["one code\n   more\n", "two\ninner\n"], "ol ul > li": ["inner\n"],
-         "ul > li": ["inner\n", "other\n"]},
-    ],
-    ["div", "three\n", {"ol > li": ["three\n"]}],
-    ["pre", "``` <b>unclosed", {}],
-]  # fmt: skip
-READ = """return [...document.querySelectorAll('.text > *')].map((block, place) => [block.localName, block.textContent,
-  Object.fromEntries(arguments[0][place].map((name) => [name, [...block.querySelectorAll(name)].map((it) =>
-    it.textContent)]))])"""
-
-
-@pytest.mark.parametrize("size", [1, 2, 7, 300])
-def test_markdown_is_shown_while_it_arrives(page, serve, size):
-    pieces = [MARKDOWN[place : place + size] for place in range(0, len(MARKDOWN), size)]
-    serve({"go": Reply([["", piece] for piece in pieces])})
-    ask(page, "go")
-    names = ["em", "strong", "code", "strong code", "ol > li", "ol ul > li", "ul > li"]
-    found = page.run(READ, [names] * len(BLOCKS))
-    assert [[kind, text, {name: some for name, some in inner.items() if some}] for kind, text, inner in found] == [
-        [kind, text, {"code": inner["strong code"]} | inner if "strong code" in inner else inner]
-        for kind, text, inner in BLOCKS
-    ]
-    assert page.run("return [...document.querySelectorAll('.text li')].map((it) => it.value)") == [1, 2, 0, 0, 3]
-    assert page.run("return [...document.querySelectorAll('.text .step')].every((it) => /a|b/.test(it.className))")
-    assert page.run("return getComputedStyle(document.querySelector('.text pre')).fontFamily").count("mono")
-
-
-def test_code_for_the_current_settings(page, serve):
-    server = serve({'it\'s "so"': Reply(STEPS)})
-    page.type("#seed", "3")
-    page.click("[value=typical]")
-    page.click("#code summary")
-    page.type("#message", 'it\'s "so"')
-    command = shlex.split(page.text("#curl").replace("\\\n", ""))
-    program = page.text("#python")
-    page.press(ENTER)
-    page.wait(lambda: server.requests)
-    assert command[:3] == ["curl", "-N", f"{server.url}v1/chat/completions"]
-    assert json.loads(command[command.index("-d") + 1]) == server.requests[0]
-    compile(program, "page", "exec")
-    assert 'extra_body={"acceptance": "typical"}' in program
-    page.click("[data-copies=python]")
-    page.wait(lambda: contents(page, "[data-copies=python]") != ["Copy"])
 
 
 def test_the_page_asks_no_other_server():
