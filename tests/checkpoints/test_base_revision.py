@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa_decoding.checkpoints import find_base_revision, load_base_model, pretrained, read_heads, write_heads
@@ -119,28 +118,6 @@ class TestTheWeights:
         with pytest.raises(AskedError):
             load_base_model(read_heads(tmp_path / "heads"), dtype=torch.bfloat16, **kwargs)
         assert loaded == [(base, ALWAYS | {"dtype": torch.bfloat16} | expected)]
-
-    def test_weights_are_those_of_the_adapters_revision(self, tmp_path: Path, loaded: list[Any]) -> None:
-        (tmp_path / "adapter").mkdir()
-        settings = {"base_model_name_or_path": str(tmp_path / "base"), "revision": "v3"}
-        (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
-        write_heads(MedusaHeads(8, 11, 2), tmp_path / "heads", base_model="../adapter", base_revision="v2")
-        with pytest.raises(AskedError):
-            load_base_model(read_heads(tmp_path / "heads"))
-        assert loaded == [(str(tmp_path / "base"), ALWAYS | {"revision": "v3"})]
-
-
-def test_the_revision_belongs_to_the_named_base_model(tmp_path: Path) -> None:
-    write_heads(MedusaHeads(6, 11, 2), tmp_path / "heads", base_model="someone/base", base_revision="v2")
-    assert find_base_revision(tmp_path / "heads", base_model="someone/base") == "v2"
-    assert find_base_revision(tmp_path / "heads", base_model="other/base") is None
-
-
-def test_a_full_model_has_no_base_revision(tmp_path: Path) -> None:
-    tensors = {"medusa_head.0.0.linear.weight": torch.ones(6, 6), "medusa_head.0.1.weight": torch.ones(11, 6)}
-    save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps({"base_model_revision": "v2"}))
-    assert read_heads(tmp_path).base_revision is None
 
 
 @pytest.mark.parametrize(

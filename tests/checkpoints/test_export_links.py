@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -59,33 +57,12 @@ def test_links_out_of_a_base_model_are_refused_by_name(heads: Path, base: Path, 
     assert sorted(entry.name for entry in heads.parent.iterdir()) == ["base", "heads", "private"]
 
 
-def test_links_of_shards_are_refused(heads: Path, base: Path, secret: Path, tiny_llama: LlamaForCausalLM) -> None:
-    shutil.rmtree(base)
-    tiny_llama.save_pretrained(base, max_shard_size="2KB")
-    shard = sorted(base.glob("model-*.safetensors"))[1]
-    shutil.move(shard, secret / shard.name)
-    linked(shard, Path("..") / "private" / shard.name)
-    with pytest.raises(ValueError, match=rf"{shard.name}: expected a file in .*base, got a link to .*private"):
-        export(heads, heads.parent / "out", "embedded")
-
-
 @pytest.mark.parametrize(("target", "name"), [("native", "README.md"), ("embedded", "measured.json")])
 def test_links_out_of_a_folder_of_heads_are_refused(heads: Path, secret: Path, name: str, target: Any) -> None:
     linked(heads / name, secret / "id_rsa")
     with pytest.raises(ValueError, match=rf"{name}: expected a file in .*heads, got a link to .*private/id_rsa"):
         export(heads, heads.parent / "out", target)
     assert sorted(entry.name for entry in heads.parent.iterdir()) == ["base", "heads", "private"]
-
-
-def test_a_folder_that_imitates_the_hubs_cache_is_refused(heads: Path, base: Path, secret: Path) -> None:
-    """Its blobs are a link themselves."""
-    snapshot = heads.parent / "cache" / "snapshots" / "1a2b"
-    snapshot.parent.mkdir(parents=True)
-    shutil.move(base, snapshot)
-    linked(heads.parent / "cache" / "blobs", secret)
-    linked(snapshot / "tokenizer.json", Path("../../blobs/id_rsa"))
-    with pytest.raises(ValueError, match=r"tokenizer\.json: expected a file in .*, got a link to .*private/id_rsa"):
-        export(heads, heads.parent / "out", "embedded", base_model=snapshot)
 
 
 def test_links_of_the_hub_s_cache_and_within_a_folder_are_followed(heads: Path, base: Path) -> None:
@@ -121,25 +98,3 @@ def test_pipes_and_folders_are_neither_read_nor_copied(heads: Path, base: Path) 
     os.mkfifo(base / "config.json")
     with pytest.raises(ValueError, match=r"^base_model: expected a model's config\.json for embedded, got none in"):
         export(heads, heads.parent / "again", "embedded")
-
-
-def test_a_result_that_is_a_link_is_written_to_its_target(heads: Path, make_link: Callable[[Path], Path]) -> None:
-    link = make_link(heads.parent / "real")
-    export(heads, link, "native")
-    assert link.is_symlink()
-    assert json.loads((heads.parent / "real" / "config.json").read_text())["medusa_num_heads"] == 2
-    export(heads, link, "vllm", overwrite=True)
-    assert link.is_symlink()
-    assert (heads.parent / "real" / "model.safetensors").is_file()
-    with pytest.raises(ValueError, match=r"^folder: expected another one than what is read"):
-        export(heads, make_link(heads), "native", overwrite=True)
-
-
-@pytest.fixture
-def make_link(tmp_path: Path) -> Callable[[Path], Path]:
-    def make(target: Path) -> Path:
-        link = tmp_path / f"link to {target.name}"
-        link.symlink_to(target)
-        return link
-
-    return make

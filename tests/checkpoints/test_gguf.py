@@ -111,18 +111,6 @@ class TestWithoutHeads:
             assert model.heads is None
             assert model.generate(IDS, max_new_tokens=16).sequences.equal(wanted)
 
-    def test_the_command_writes_its_answer_with_its_template(
-        self, file: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        argv = ["generate", "--chat", "--model", str(file), "--prompt", "def f(x):", "--max-new-tokens", "12", "--json"]
-        assert main([*argv, "--dtype", "float32", "--device", "cpu"]) == 0
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-        ids = tokenizer("user: def f(x):\n", return_tensors="pt").input_ids
-        model = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-        text = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
-        answer = tokenizer.decode(text[0, ids.shape[1] :], skip_special_tokens=True)
-        assert json.loads(capsys.readouterr().out)["text"] == answer
-
 
 def test_the_tokenizer_comes_from_the_file(file: Path) -> None:
     text = "def total(prices):\n    return sum(prices)"
@@ -135,14 +123,6 @@ def test_a_loaded_model_can_be_saved(file: Path, wanted: torch.Tensor, tmp_path:
     pretrained.load_model(file, dtype=torch.float32).save_pretrained(tmp_path)
     with MedusaModel.from_pretrained(tmp_path) as model:
         assert model.generate(IDS, max_new_tokens=16).sequences.equal(wanted)
-
-
-def test_training_begins_with_one(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    data, out = tmp_path / "data.jsonl", tmp_path / "heads.yaml"
-    data.write_text("".join(json.dumps({"prompt": f"def f{number}(x):"}) + "\n" for number in range(20)))
-    assert main(["train", "--init", str(file), str(data), "--out", str(out), "--device", "cpu"]) == 0
-    assert f"name: {file}" in out.read_text()
-    assert "3 M weights, hidden size 256, 1,024 tokens, not quantised" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("sizes", [{"hidden": 2**17}, {"layers": 2**30}])

@@ -123,7 +123,7 @@ def test_shards_of_a_distributed_run(base: Path) -> None:
     [
         {"hidden_size": 10**12}, {"num_hidden_layers": 10**9}, {"num_hidden_layers": 99}, {"vocab_size": 2**24},
         {"intermediate_size": 2**21}, {"num_attention_heads": 2**12, "head_dim": 2**12}, {"num_hidden_layers": "2"},
-        {"num_attention_heads": 2, "num_key_value_heads": 3},
+        {"num_attention_heads": 2, "num_key_value_heads": 3}, {"num_labels": 10**9},
     ],
 )  # fmt: skip
 def test_sizes_are_compared_before_memory_is_allocated(base: Path, values: dict[str, Any]) -> None:

@@ -86,14 +86,6 @@ class TestReads:
         assert read.heads.vocab_size == 11
         assert torch.equal(read.heads.w1[1, 0], tensors["1.0.linear.weight"])
 
-    @pytest.mark.parametrize("file", FILES)
-    def test_prefix_of_the_papers_trainers(
-        self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder, file: str
-    ) -> None:
-        tensors = paper_tensors(2, prefix="medusa_head.")
-        heads = read_heads(write_paper_folder(tensors, file=file)).heads
-        assert torch.equal(heads.w1[1, 0], tensors["medusa_head.1.0.linear.weight"])
-
     def test_the_old_pytorch_format_is_read(self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder) -> None:
         tensors = paper_tensors(2)
         folder = write_paper_folder(tensors, file="medusa_lm_head.pt")
@@ -112,26 +104,6 @@ class TestReads:
         assert {parameter.dtype for parameter in converted.parameters()} == {torch.bfloat16}
         assert torch.equal(converted.w1[1, 0], tensors["1.0.linear.weight"].to(torch.bfloat16))
 
-    @pytest.mark.parametrize("shared", [False, True])
-    def test_a_token_map_is_read(
-        self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder, shared: bool
-    ) -> None:
-        tensors = paper_tensors(2, rows=None if shared else 4)
-        tensors["token_map"] = torch.tensor([9, 0, 3, 10])
-        heads = read_heads(write_paper_folder(tensors), vocab_size=11).heads
-        assert heads.token_map is not None
-        assert heads.token_map.tolist() == [9, 0, 3, 10]
-        assert heads.vocab_size == 11
-        assert heads.shared_projection == shared
-
-    def test_safetensors_is_preferred_over_pt_and_reported(
-        self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder
-    ) -> None:
-        write_paper_folder(paper_tensors(4), file="medusa_lm_head.pt")
-        read = read_heads(write_paper_folder(paper_tensors(2)))
-        assert read.heads.num_heads == 2
-        assert read.notes == ["medusa_lm_head.pt: not read, medusa_lm_head.safetensors lies beside it"]
-
     def test_a_folder_without_config_is_read_with_a_note(
         self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder
     ) -> None:
@@ -148,12 +120,6 @@ class TestBaseModel:
         folder = write_paper_folder(paper_tensors(), {"base_model_name_or_path": "../base"})
         assert read_heads(folder).base_model == str(tmp_path / "base")
         assert find_base_model(folder) == str(tmp_path / "base")
-
-    def test_a_base_name_that_is_not_a_folder_next_to_the_heads_is_unchanged(
-        self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder
-    ) -> None:
-        folder = write_paper_folder(paper_tensors(), {"base_model_name_or_path": "../base"})
-        assert find_base_model(folder) == "../base"
 
     def test_vocabulary_of_shared_heads_is_the_base_models(
         self, tmp_path: Path, paper_tensors: MakeTensors, write_paper_folder: WriteFolder

@@ -43,20 +43,11 @@ def poisoned(name: str, value: float) -> Callable[[Tensors], None]:
 HEAD_1 = ("1.0.linear.weight", "1.0.linear.bias", "1.1.linear.weight", "1.1.linear.bias", "1.2.weight")
 DAMAGES = {
     "a head in the middle": (without(*HEAD_1), r"missing 1\.0\.linear\.weight.*1\.1\.linear\.bias and 1 more"),
-    "a block": (without("2.0.linear.weight", "2.0.linear.bias"), r"missing 2\.0\.linear\.weight, 2\.0\.linear\.bias$"),
     "one projection": (without("0.2.weight"), r"missing 0\.2\.weight$"),
     "a stray tensor": (replaced("0.attn.weight", lambda: torch.ones(2)), r"unexpected 0\.attn\.weight$"),
-    "a misshapen block": (
-        replaced("1.0.linear.weight", lambda: torch.ones(6, 5)),
-        r"1\.0\.linear\.weight in .*expected shape \[6, 6\], got \[6, 5\]",
-    ),
     "a projection of other rows": (
         replaced("2.2.weight", lambda: torch.ones(12, 6)),
         r"2\.2\.weight in .*expected shape \[11, 6\], got \[12, 6\]",
-    ),
-    "mixed dtypes": (
-        replaced("1.2.weight", lambda: torch.ones(11, 6, dtype=torch.float16)),
-        r"1\.2\.weight in .*expected dtype float32 like 0\.0\.linear\.weight, got float16",
     ),
     "an integer dtype": (
         replaced("0.0.linear.weight", lambda: torch.ones(6, 6, dtype=torch.int8)),
@@ -110,21 +101,6 @@ class TestRefuses:
     def test_a_file_without_heads_is_refused(self, write_paper_folder: WriteFolder, tensors: Tensors) -> None:
         with pytest.raises(ValueError, match=r"missing 0\.0\.linear\.weight"):
             read_heads(write_paper_folder(tensors))
-
-    def test_a_prefix_on_only_some_names_is_refused(
-        self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder
-    ) -> None:
-        tensors = paper_tensors(2, prefix="medusa_head.") | {"1.0.linear.bias": torch.ones(6)}
-        with pytest.raises(ValueError, match=r"1\.0\.linear\.bias in .*expected the prefix medusa_head\."):
-            read_heads(write_paper_folder(tensors))
-
-    def test_values_that_overflow_in_the_requested_dtype_are_refused(
-        self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder
-    ) -> None:
-        tensors = paper_tensors(2)
-        tensors["1.0.linear.bias"][2] = 7e4
-        with pytest.raises(ValueError, match=r"1\.0\.linear\.bias.*after conversion from float32 to float16"):
-            read_heads(write_paper_folder(tensors), dtype=torch.float16)
 
     @pytest.mark.parametrize("file", FILES)
     @pytest.mark.parametrize("kept", [0, 0.5, 0.999])

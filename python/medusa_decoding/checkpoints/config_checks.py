@@ -1,6 +1,6 @@
 """Check the sizes in a model's config.json, which may come from strangers, before memory is taken for them.
 
-transformers loops over the number of layers before weights could contradict it.
+transformers loops over the numbers of layers and labels before weights could contradict them.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ _MOST = {
     "num_key_value_heads": 2**13,
     "head_dim": 2**13,
     "vocab_size": 2**24,
+    "num_labels": 2**16,
 }
 # They name other files of weights or settings, which would evade these checks.
 _ELSEWHERE = ("configuration_files", "transformers_weights")
@@ -43,8 +44,9 @@ def check_config(raw: Mapping[str, Any], file: Path) -> None:
         value = raw.get(key)
         if value is None or isinstance(value, list):
             continue  # the default, or one value per layer, which transformers checks
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-            raise ValueError(f"{file}: expected {key} from 1 to {most}, got {shown(value)}")
+        least = 0 if key == "num_labels" else 1
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise ValueError(f"{file}: expected {key} from {least} to {most}, got {shown(value)}")
     heads, kv_heads = raw.get("num_attention_heads"), raw.get("num_key_value_heads")
     if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads:
         raise ValueError(f"{file}: expected num_key_value_heads that divides {heads} heads, got {kv_heads}")
