@@ -51,29 +51,6 @@ class TestFiles:
             write_text(tmp_path / "a.txt", "new")
         assert listing(tmp_path) == {"a.txt": "old"}
 
-    def test_two_writers_of_one_file_do_not_collide(self, tmp_path: Path) -> None:
-        with whole_file(tmp_path / "a.txt") as one:
-            one.write_text("fir")
-            with whole_file(tmp_path / "a.txt") as other:
-                other.write_text("second")
-            with open(one, "a") as rest:
-                rest.write("st")
-        assert listing(tmp_path) == {"a.txt": "first"}
-
-    def test_a_file_system_that_cannot_flush_folders(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        flush, folders = os.fsync, []
-
-        def only_files(number: int) -> None:
-            if os.path.isdir(f"/proc/self/fd/{number}"):
-                folders.append(number)
-                raise OSError(22, "Invalid argument")
-            flush(number)
-
-        monkeypatch.setattr(os, "fsync", only_files)
-        write_text(str(tmp_path / "a.txt"), "é")
-        assert len(folders) == 1
-        assert (tmp_path / "a.txt").read_bytes() == "é".encode()
-
     def test_values_outside_json_leave_the_old_file(self, tmp_path: Path) -> None:
         write_json(tmp_path / "a.json", {"b": [1, 2]}, indent=None)
         assert listing(tmp_path) == {"a.json": '{"b": [1, 2]}\n'}

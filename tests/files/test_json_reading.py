@@ -10,30 +10,21 @@ from typing import Any
 import pytest
 from limits import MIB, bounded
 
-from benchmarks.roofline import read_steps
 from medusa_decoding.checkpoints.accuracies import read_accuracies
 from medusa_decoding.checkpoints.tuning_file import Tuning
-from medusa_decoding.decode.adaptive.step_times import StepTimes
 from medusa_decoding.files import parse_json, read_json, read_json_object
-from medusa_decoding.roofline.devices import read_device
 from medusa_decoding.trees.calibration import Calibration
 
 HOSTILE = {
-    "empty": (b"", "does not parse"),
     "cut off": (b'{"a": 1', "does not parse"),
     "not UTF-8": (b'{"a": "\xff"}', "not UTF-8"),
-    "NUL": (b"\0" * 8, "does not parse"),
     "nested": (b"[" * 200_000, "nested too deeply"),
-    "nested objects": (b'{"a":' * 200_000, "nested too deeply"),
     "digits": (b'{"a": ' + b"7" * 5000 + b"}", "more digits"),
-    "many digits": (b"[" + b"7" * 5_000_000 + b"]", "more digits"),
 }
 READERS: dict[str, Callable[[Path], Any]] = {
     "read_json": read_json,
     "read_accuracies": read_accuracies,
     "Calibration.load": Calibration.load,
-    "read_device": read_device,
-    "read_steps": read_steps,
     "Tuning.load": Tuning.load,
 }
 
@@ -45,8 +36,6 @@ def test_hostile_files_are_refused_by_name(reader: str, tmp_path: Path) -> None:
         file.write_bytes(content)
         with bounded(ValueError, seconds=2, memory=64 * MIB) as said:
             READERS[reader](file)
-        if reader == "read_steps" and not content:
-            reason = "expected records"  # a file of lines may be empty JSON
         assert said, name
         assert str(file) in said[0]
         assert reason in said[0]
@@ -66,12 +55,6 @@ def test_a_file_above_the_limit_is_not_read(tmp_path: Path) -> None:
         read_json(small, limit=5)
 
 
-def test_an_endless_device_is_read_up_to_the_limit() -> None:
-    with bounded(ValueError, seconds=2, memory=128 * MIB) as said:
-        read_json("/dev/urandom", limit=32 * MIB)
-    assert said == ["/dev/urandom: expected JSON of at most 33,554,432 bytes, got a larger file"]
-
-
 def test_valid_json_is_read(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     file.write_bytes(b'\xef\xbb\xbf{"a": [1, 2.5, null, "\xc3\xa9"]}')
@@ -82,9 +65,3 @@ def test_valid_json_is_read(tmp_path: Path) -> None:
         read_json_object(file)
     with pytest.raises(FileNotFoundError):
         read_json(tmp_path / "none.json")
-
-
-def test_step_times_refuse_what_is_nested_or_has_too_many_digits() -> None:
-    for content, reason in (HOSTILE["nested"], HOSTILE["digits"]):
-        with pytest.raises(ValueError, match=f"step times: expected JSON, got .*{reason}"):
-            StepTimes.from_json(content.decode(), device="a", model="b")

@@ -7,14 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 
 from medusa_decoding import files
-from medusa_decoding.checkpoints.exporting import unrelated_entry
-from medusa_decoding.files import only_writer, whole_folder
+from medusa_decoding.files import only_writer
 
 HOLD = """
 import runpy, sys
@@ -67,43 +65,6 @@ def test_a_killed_holder_releases_the_folder(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_name_of_the_folder_is_the_same_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a").mkdir()
-    (tmp_path / "link").symlink_to("a")
-    monkeypatch.chdir(tmp_path)
-    with only_writer("out", "a", inside=True), only_writer("out", tmp_path / "link", inside=True):
-        refused: list[str] = []
-
-        def other() -> None:
-            try:
-                with only_writer("out", Path("link"), inside=True):
-                    pass
-            except ValueError as error:
-                refused.append(str(error))
-
-        thread = threading.Thread(target=other)
-        thread.start()
-        thread.join()
-        assert refused[0].startswith("out: another process writes to link")
-        assert (tmp_path / "a" / ".lock").exists()
-    assert list((tmp_path / "a").iterdir()) == []
-
-
-def test_a_folder_that_is_replaced_has_one_writer(tmp_path: Path) -> None:
-    folder = tmp_path / "out"
-    first = holder(folder, "beside")
-    for replace in (False, True):
-        with (
-            pytest.raises(ValueError, match="folder: another process writes to"),
-            whole_folder(folder, replace=replace),
-        ):
-            raise AssertionError("written by two")
-    end(first)
-    with whole_folder(folder) as staging:
-        (staging / "a").write_text("a")
-    assert sorted(path.name for path in tmp_path.rglob("*")) == ["a", "out"]
-
-
 APPEND = """
 import runpy, sys
 append_line = runpy.run_path(sys.argv[2])["append_line"]
@@ -125,14 +86,6 @@ def test_lines_of_several_processes_do_not_mix(tmp_path: Path) -> None:
 def test_a_line_that_does_not_fit_on_the_disk_is_an_error() -> None:
     with pytest.raises(OSError, match="No space left"):
         files.append_line("/dev/full", [1])
-
-
-def test_a_stale_lock_file_does_not_prevent_replacing_a_folder_of_heads(tmp_path: Path) -> None:
-    (tmp_path / "medusa_lm_head.pt").touch()
-    with only_writer("out", tmp_path / "calibration.json"):
-        assert unrelated_entry(tmp_path) is None
-    (tmp_path / ".secrets").touch()
-    assert unrelated_entry(tmp_path) == ".secrets"
 
 
 def test_a_device_or_pipe_is_not_replaced_by_a_file(tmp_path: Path) -> None:

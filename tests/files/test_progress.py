@@ -39,16 +39,3 @@ def test_a_terminal_has_one_bar(monkeypatch):
     assert written.startswith("\r")
     assert written.rstrip("\n").count("\n") == 0
     assert "2/3" in written
-
-
-def test_nothing_is_shown_unless_wanted(monkeypatch):
-    assert show(monkeypatch, io.StringIO(), shown=False) == ""
-
-
-def test_a_bar_that_is_not_left_makes_room_for_the_next_line(monkeypatch):
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    with Progress(3, "text", leave=False) as bar:
-        bar.update()
-    written = sys.stderr.getvalue()
-    assert "3" in written
-    assert written.endswith(" \r")

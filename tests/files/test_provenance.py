@@ -58,23 +58,3 @@ def test_the_commit_is_the_checkouts(checkout):
 def test_a_package_installed_into_another_repository_has_no_commit(checkout):
     (checkout / "installed.py").touch()
     assert provenance.commit(checkout / "installed.py") == "unknown"
-
-
-def test_without_git_there_is_no_commit(checkout, monkeypatch):
-    monkeypatch.setenv("PATH", str(checkout / "nothing"))
-    assert provenance.commit(checkout / "code.py") == "unknown"
-
-
-def test_a_commit_from_the_environment_takes_precedence(checkout, monkeypatch):
-    monkeypatch.setenv("MEDUSA_COMMIT", "abc")
-    assert provenance.commit(checkout / "code.py") == "abc"
-
-
-def test_another_program_does_not_pass_for_the_command(monkeypatch):
-    for program in ("pytest", "/somewhere/pytest/__main__.py"):
-        monkeypatch.setattr("sys.argv", [program, "-q"])
-        assert provenance.provenance(provenance.medusa_command())["command"] == "unknown"
-    monkeypatch.setattr(
-        "sys.argv", ["/somewhere/medusa_decoding/__main__.py", "tune", "--prompts", "a b", "/home/me/c", "--out=~/d"]
-    )
-    assert provenance.provenance(provenance.medusa_command())["command"] == "medusa tune --prompts 'a b' c --out=d"

@@ -69,18 +69,6 @@ def names(requirements: list[str]) -> set[str]:
     return {re.match(r"[\w-]+", item)[0] for item in requirements}  # type: ignore[index]
 
 
-def test_the_reading_of_imports() -> None:
-    source = (
-        "import yaml.nodes\n"
-        "from . import near\n"
-        "def late():\n"
-        "    from torch.utils.tensorboard import SummaryWriter\n"
-        "    import_library('datasets', 'parquet')\n"
-        "    importlib.import_module(f'{name}.x')\n"
-    )
-    assert [distribution_of(module) for module in imported_modules(source)] == ["pyyaml", "tensorboard", "datasets"]
-
-
 def test_every_import_is_declared_and_every_declaration_imported(imported: set[str], project: dict[str, Any]) -> None:
     assert imported - OPTIONAL - SERVING == names(project["dependencies"])
 

@@ -31,36 +31,21 @@ def executable(path: Path, body: str = "exit 0") -> Path:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("80", ["80"]),
-        ("80;86", ["80", "86"]),
         ("86,80", ["80", "86"]),
         ("8.0 9.0", ["80", "90"]),
-        ("9.0a", ["90a"]),
         ("90a;90", ["90", "90a"]),
-        ("8.6+PTX", ["86+PTX"]),
         ("80;8.0+PTX;80", ["80+PTX"]),
         ("10.0;100;12.0f;9.0", ["90", "100", "120f"]),
-        ("8.0; 9.0+PTX ;", ["80", "90+PTX"]),
     ],
 )
 def test_arch_forms(setup_script: ModuleType, text: str, expected: list[str]) -> None:
     assert [str(arch) for arch in setup_script.parse_archs(text, "MEDUSA_CUDA_ARCHS")] == expected
 
 
-@pytest.mark.parametrize("text", ["Hopper", "8", "8.60", "sm_80", "80;;x", "8.6+ptx", "90b", "1000"])
+@pytest.mark.parametrize("text", ["Hopper", "8.60", "80;;x", "90b"])
 def test_arch_forms_that_are_refused(setup_script: ModuleType, text: str) -> None:
     with pytest.raises(setup_script.BuildError, match=r"TORCH_CUDA_ARCH_LIST: expected targets such as .* got '"):
         setup_script.parse_archs(text, "TORCH_CUDA_ARCH_LIST")
-
-
-def test_arch_flags(setup_script: ModuleType) -> None:
-    (plain,) = setup_script.parse_archs("9.0a", "X")
-    (with_ptx,) = setup_script.parse_archs("86+PTX", "X")
-    assert plain.flags() == ["-gencode=arch=compute_90a,code=sm_90a"]
-    assert with_ptx.flags() == [
-        "-gencode=arch=compute_86,code=sm_86",
-        "-gencode=arch=compute_86,code=compute_86",
-    ]
 
 
 @pytest.mark.parametrize(
@@ -79,25 +64,6 @@ def test_choice_of_archs(
     assert [str(arch) for arch in setup_script.choose_archs(environ, known)] == expected
 
 
-def test_archs_that_nvcc_does_not_know(setup_script: ModuleType) -> None:
-    message = "MEDUSA_CUDA_ARCHS: this nvcc does not know 60, 130a; it knows 75, 80, 86"
-    with pytest.raises(setup_script.BuildError, match=message):
-        setup_script.choose_archs({"MEDUSA_CUDA_ARCHS": "6.0;8.0;13.0a"}, KNOWN)
-    with pytest.raises(setup_script.BuildError, match="set MEDUSA_CUDA_ARCHS to some of 100, 120"):
-        setup_script.choose_archs({}, [100, 120])
-
-
-@pytest.mark.parametrize(("value", "mode"), [(None, "auto"), ("", "auto"), ("auto", "auto"), ("0", "0"), ("1", "1")])
-def test_cuda_mode(setup_script: ModuleType, value: str | None, mode: str) -> None:
-    assert setup_script.cuda_mode({} if value is None else {"MEDUSA_BUILD_CUDA": value}) == mode
-
-
-@pytest.mark.parametrize("value", ["yes", "2", "True", "AUTO"])
-def test_cuda_mode_that_is_refused(setup_script: ModuleType, value: str) -> None:
-    with pytest.raises(setup_script.BuildError, match=f"MEDUSA_BUILD_CUDA: expected auto, 0 or 1, got '{value}'"):
-        setup_script.choose_nvcc({"MEDUSA_BUILD_CUDA": value})
-
-
 def test_where_nvcc_is_looked_for(setup_script: ModuleType, tmp_path: Path) -> None:
     home, on_path, default = (executable(tmp_path / name / "bin" / "nvcc") for name in ("home", "path", "default"))
     path, root = str(on_path.parent), tmp_path / "default"
@@ -109,25 +75,6 @@ def test_where_nvcc_is_looked_for(setup_script: ModuleType, tmp_path: Path) -> N
     # A toolkit that was named is not silently replaced by another.
     named = {"PATH": path, "CUDA_HOME": str(tmp_path / "gone")}
     assert find(named, root) == (None, f"nvcc was not found in CUDA_HOME={tmp_path}/gone/bin")
-
-
-def test_choice_of_nvcc(setup_script: ModuleType, tmp_path: Path) -> None:
-    nvcc = executable(tmp_path / "bin" / "nvcc")
-    choose = setup_script.choose_nvcc
-    assert choose({"PATH": str(nvcc.parent), "MEDUSA_BUILD_CUDA": "0"}, tmp_path)[0] is None
-    assert choose({"PATH": str(nvcc.parent), "MEDUSA_BUILD_CUDA": "1"}, tmp_path) == (str(nvcc), "")
-    with pytest.raises(setup_script.BuildError, match="MEDUSA_BUILD_CUDA=1 but nvcc was not found on PATH"):
-        choose({"MEDUSA_BUILD_CUDA": "1"}, tmp_path / "nowhere")
-
-
-def test_choice_of_the_host_compiler(setup_script: ModuleType, tmp_path: Path) -> None:
-    gxx = executable(tmp_path / "g++")
-    assert setup_script.find_cxx({"PATH": str(tmp_path)}) == "g++"
-    assert setup_script.find_cxx({"PATH": str(tmp_path), "CXX": f"{gxx} -m64"}) == f"{gxx} -m64"
-    with pytest.raises(setup_script.BuildError, match=r"neither c\+\+ nor g\+\+ is on PATH"):
-        setup_script.find_cxx({"PATH": str(tmp_path / "empty")})
-    with pytest.raises(setup_script.BuildError, match="CXX='icpx' was not found"):
-        setup_script.find_cxx({"PATH": str(tmp_path), "CXX": "icpx"})
 
 
 # Objects of csrc/cpu as the build sees them, which tell with what they were compiled. They compile quickly.
@@ -252,9 +199,8 @@ def test_instruction_sets_that_the_compiler_does_not_know(compiled: Callable[...
     assert list(isas_of(work)) == facts["isas"]
 
 
-@pytest.mark.parametrize("machine", ["aarch64", "arm64", "ppc64le"])
-def test_other_machines_have_one_instruction_set(compiled: Callable[..., Any], machine: str, tmp_path: Path) -> None:
-    facts, work = compiled(machine, refusing(tmp_path / "c++", "-mavx2"))
+def test_other_machines_have_one_instruction_set(compiled: Callable[..., Any], tmp_path: Path) -> None:
+    facts, work = compiled("aarch64", refusing(tmp_path / "c++", "-mavx2"))
     assert (facts["isas"], facts["left_out"]) == (["base"], {})
     assert list(isas_of(work)) == ["base"]
 
@@ -268,14 +214,6 @@ def test_better_instruction_sets_are_linked_later(setup_script: ModuleType) -> N
     assert all(fewer < more for fewer, more in itertools.pairwise(flags))
 
 
-def test_a_library_of_an_earlier_build_is_removed(checkout: Path) -> None:
-    assert build(checkout, MEDUSA_BUILD_CUDA="0").returncode == 0
-    stale = executable(library_folder(checkout) / "libmedusa_cuda.so")
-    assert build(checkout, MEDUSA_BUILD_CUDA="0").returncode == 0
-    assert not stale.exists()
-    assert sorted(path.name for path in stale.parent.iterdir()) == ["build.json", "libmedusa_cpu.so"]
-
-
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
@@ -283,11 +221,9 @@ def test_a_library_of_an_earlier_build_is_removed(checkout: Path) -> None:
             {"MEDUSA_BUILD_CUDA": "1", "CUDA_HOME": "/nonexistent"},
             "MEDUSA_BUILD_CUDA=1 but nvcc was not found in CUDA_",
         ),
-        ({"MEDUSA_BUILD_CUDA": "maybe"}, "MEDUSA_BUILD_CUDA: expected auto, 0 or 1, got 'maybe'"),
-        ({"CXX": "/nonexistent/c++"}, "CXX='/nonexistent/c++' was not found"),
         ({"CXX": "false"}, "false --version failed"),
     ],
-    ids=["cuda-required", "mode", "compiler-gone", "compiler-broken"],
+    ids=["cuda-required", "compiler-broken"],
 )
 def test_failures_are_one_clear_line(checkout: Path, environ: dict[str, str], message: str) -> None:
     done = build(checkout, **environ)

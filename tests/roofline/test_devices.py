@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from medusa_decoding.roofline.devices import DEVICES, Attained, Device, read_device, write_device
 from medusa_decoding.roofline.probe_device import probe_device
-from medusa_decoding.roofline.shapes import SHAPES, find_shape
+from medusa_decoding.roofline.shapes import find_shape
 
 GOOD = {"name": "mine", "flops": 1e12, "bandwidth": 1e11}
 
@@ -35,20 +34,11 @@ def test_a_short_file_has_the_ideal_rooflines_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ([], "device: expected an object, got list"),
         ({"name": "x", "flops": 1e12}, "bandwidth: expected a value, got none"),
         (GOOD | {"bandwith": 1}, "device: expected only name, flops, .*, got bandwith"),
         (GOOD | {"flops": 0}, "flops: expected a number above 0, got 0"),
-        (GOOD | {"flops": True}, "flops: expected a number above 0, got True"),
-        (GOOD | {"bandwidth": "fast"}, "bandwidth: expected a number above 0, got 'fast'"),
-        (GOOD | {"bandwidth": float("nan")}, "bandwidth: expected a number above 0, got nan"),
         (GOOD | {"dtype": "int8"}, "dtype: expected one of float32, bfloat16, float16, got 'int8'"),
-        (GOOD | {"name": 3}, "name: expected text, got 3"),
-        (GOOD | {"linear": 0.5}, "linear: linear: expected an object, got float"),
         (GOOD | {"linear": {"bandwidth": 1.5}}, "linear: bandwidth: expected a share above 0 and at most 1, got 1.5"),
-        (GOOD | {"attention": {"compute": 0}}, "attention: compute: expected a share above 0"),
-        (GOOD | {"attention": {"fixed_us": -1}}, "attention: fixed_us: expected a number from 0, got -1"),
-        (GOOD | {"linear": {"tile": 2.5}}, "linear: tile: expected a whole number of at least 1, got 2.5"),
     ],
 )
 def test_what_is_no_device_is_refused_by_name(tmp_path: Path, values: Any, message: str) -> None:
@@ -59,13 +49,6 @@ def test_what_is_no_device_is_refused_by_name(tmp_path: Path, values: Any, messa
     assert str(caught.value).startswith(str(path))
 
 
-def test_text_that_is_no_json_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "bad.json"
-    path.write_text("flops = 3")
-    with pytest.raises(ValueError, match=r"bad\.json: expected JSON, got"):
-        read_device(path)
-
-
 def test_the_cpu_is_measured_with_operands_of_known_size(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([2.0, 4.0])
     monkeypatch.setattr("medusa_decoding.roofline.probe_device._median_seconds", lambda work: next(seconds))
@@ -74,28 +57,6 @@ def test_the_cpu_is_measured_with_operands_of_known_size(monkeypatch: pytest.Mon
     assert device.bandwidth == pytest.approx(2**28 / 4)
     assert device.dtype == "float32"
     assert device.linear == device.attention == Attained()
-
-
-def test_a_real_measurement_gives_a_device() -> None:
-    device = probe_device("cpu", "float32")
-    assert device.flops > 1e8
-    assert device.bandwidth > 1e7
-    assert "float32" in device.source
-
-
-@pytest.mark.parametrize(
-    ("kind", "dtype", "message"),
-    [("tpu", None, "device: expected cpu or cuda, got tpu"), ("cpu", "int8", "dtype: expected one of .*, got int8")],
-)
-def test_what_cannot_be_measured_is_refused(kind: str, dtype: str | None, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        probe_device(kind, dtype)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_cuda_is_refused_where_there_is_none() -> None:
-    with pytest.raises(ValueError, match="because torch sees no CUDA device"):
-        probe_device("cuda")
 
 
 @pytest.mark.gpu
@@ -114,24 +75,3 @@ def test_shapes_of_a_folder(tmp_path: Path) -> None:
     shape = find_shape(str(tmp_path))
     assert (shape.hidden, shape.intermediate, shape.layers, shape.heads) == (32, 48, 2, 4)
     assert (shape.kv_heads, shape.head_dim, shape.vocabulary) == (2, 8, 100)
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (
-            {"model_type": "mixtral", "hidden_size": 32, "num_local_experts": 4},
-            "model: expected a dense model, got .* with num_(local_)?experts 4",
-        ),
-        ({"model_type": "gpt2"}, "model: expected a config with intermediate_size of at least 1, got None"),
-    ],
-)
-def test_models_without_such_sizes_are_refused(tmp_path: Path, config: dict[str, Any], message: str) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=message):
-        find_shape(str(tmp_path))
-
-
-def test_a_model_that_is_nowhere_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"model: expected one of {', '.join(SHAPES)}, or a folder"):
-        find_shape(str(tmp_path / "nowhere"))

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from medusa_decoding.roofline.devices import Attained, Device
+from medusa_decoding.roofline.devices import Device
 from medusa_decoding.roofline.operators import (
     fused_attention,
     linear,
     step_operators,
-    total_seconds,
 )
 from medusa_decoding.roofline.shapes import SHAPES, HeadShape, ModelShape, shape_of
 
@@ -80,66 +76,7 @@ def test_heads_run_at_one_node_a_sequence(heads: HeadShape, weights: int, rows: 
     )
 
 
-def test_a_trimmed_vocabulary_larger_than_the_models_is_refused() -> None:
-    with pytest.raises(ValueError, match="heads: expected a vocabulary of at most 100, got 101"):
-        step_operators(SMALL, HeadShape(1, vocabulary=101), 1, 2, 5)
-
-
-@pytest.mark.parametrize("field", ["count", "layers", "vocabulary"])
-def test_heads_without_a_size_are_refused(field: str) -> None:
-    with pytest.raises(ValueError, match=f"heads: expected {field} of at least 1, got 0"):
-        HeadShape(**{field: 0})
-
-
-def test_a_negative_root_rank_is_refused() -> None:
-    with pytest.raises(ValueError, match="heads: expected root_rank of at least 0, got -1"):
-        HeadShape(root_rank=-1)
-
-
 def test_time_is_the_longer_of_arithmetic_and_bytes() -> None:
     up = linear("up", 6, 32, 48, times=2)
     assert up.seconds(Device("a", flops=18432, bandwidth=1e9)) == pytest.approx(2)
     assert up.seconds(Device("b", flops=1e9, bandwidth=4032)) == pytest.approx(2)
-
-
-def test_shares_a_fixed_time_and_tiles() -> None:
-    up = linear("up", 6, 32, 48, times=2)
-    # 6 rows are computed as 8, at half the peak; 10 microseconds for each of two.
-    attained = Attained(compute=0.5, fixed_us=10, tile=4)
-    slow = Device("slow", flops=18432, bandwidth=1e9, linear=attained)
-    assert up.seconds(slow) == pytest.approx(2 * (8 / 6 / 0.5 + 1e-5))
-    narrow = Device("narrow", flops=1e9, bandwidth=4032, linear=Attained(bandwidth=0.25))
-    assert up.seconds(narrow) == pytest.approx(8)
-    # Attention has its own.
-    assert fused_attention("a", 1, 1, 5, SMALL).seconds(slow) == pytest.approx(4 * 5 * 4 * 8 / 18432)
-
-
-@given(
-    batch=st.integers(1, 64), nodes=st.integers(1, 256), prefix=st.integers(1, 8192),
-    which=st.sampled_from(["batch", "nodes", "prefix"]), ridge=st.floats(1, 1000), tile=st.sampled_from([1, 64]),
-)  # fmt: skip
-def test_more_of_anything_is_never_quicker(
-    batch: int, nodes: int, prefix: int, which: str, ridge: float, tile: int
-) -> None:
-    device = Device("d", flops=ridge * 1e12, bandwidth=1e12, linear=Attained(tile=tile))
-    less = {"batch": batch, "nodes": nodes, "prefix": prefix}
-    more = less | {which: less[which] + 1}
-    quicker, slower = (total_seconds(step_operators(SMALL, HeadShape(), **of), device) for of in (less, more))
-    assert slower >= quicker
-
-
-@given(share=st.floats(0.05, 0.99), kind=st.sampled_from(["bandwidth", "compute"]))
-def test_less_of_a_peak_is_never_quicker(share: float, kind: str) -> None:
-    operators = step_operators(SMALL, None, 4, 16, 100)
-    whole = Device("whole", flops=50e12, bandwidth=1e12)
-    attained = Attained(**{kind: share})  # type: ignore[arg-type]
-    part = Device("part", flops=50e12, bandwidth=1e12, linear=attained, attention=attained)
-    assert total_seconds(operators, part) >= total_seconds(operators, whole)
-    assert part.ideal() == Device("part", flops=50e12, bandwidth=1e12)
-
-
-def test_element_size_follows_the_devices_dtype() -> None:
-    up = linear("up", 6, 32, 48)
-    single = Device("single", flops=1e9, bandwidth=1.0, dtype="float32")
-    assert up.seconds(single) == pytest.approx(2 * up.seconds(Device("half", flops=1e9, bandwidth=1.0)))
-    assert single.element_bytes == torch.finfo(torch.float32).bits // 8
