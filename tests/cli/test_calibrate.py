@@ -96,29 +96,6 @@ def _made(whole):
     return [name for name in json.loads(whole)["made"] if name not in ("texts", "tokens", "left_out")]
 
 
-def test_questions_are_wrapped_in_the_chat_template(capsys, chat, tmp_path):
-    path = tmp_path / "asked.jsonl"
-    path.write_text(json.dumps({"prompt": "hello"}) + "\n")
-    answer = chat.write(chat.ids([{"role": "user", "content": "hello"}]), 40)
-    out = str(tmp_path / "c.json")
-    argv = [
-        "calibrate",
-        "--model",
-        chat.heads,
-        "--prompts",
-        str(path),
-        "--max-new-tokens",
-        "40",
-        "--out",
-        out,
-        "--json",
-    ]
-    assert main(argv) == 0
-    made = json.loads(capsys.readouterr().out)["made"]
-    assert made["tokens"] == len(answer) < 40  # the template's end of turn was found
-    assert made["settings"]["template"] == "chat"
-
-
 def test_texts_may_be_sampled(capsys, file, heads):
     argv = ["calibrate", "--model", str(heads), "--prompts", file, *LIMITS, "--temperature", "0.8", "--seed", "7"]
     assert main(argv) == 0

@@ -146,20 +146,6 @@ def test_undo_clear_and_system_change_the_prompt(chat, talk):
     assert [answer["text"] for answer in lines_of(out)] == expected
 
 
-def test_stats_cover_the_last_answer_and_the_whole_chat(chat, talk):
-    prompts = [chat.ids(chat.conversation(QUESTIONS[:2], 10)[:length]) for length in (1, 3)]
-    new = [len(chat.write(prompt, 10)) for prompt in prompts]
-    code, out, err = talk(chat, [*QUESTIONS[:2], "/stats"], "--tree", "root", "--max-new-tokens", 10)
-    last, everything = out[out.index("last answer:") :].split("all 2:\n")
-    reused = len(prompts[0]) + new[0] - 1
-    assert f"{new[1]} tokens in {new[1] - 1} steps, 1.00 per step" in last
-    assert f"({len(prompts[1])} prompt tokens, {reused} of them reused from the cache)" in last
-    assert f"0: {new[1] - 1} (100%)" in last
-    assert f"{sum(new)} tokens in {sum(new) - 2} steps, 1.00 per step" in everything
-    assert f"({sum(map(len, prompts))} prompt tokens, {reused} of them reused from the cache)" in everything
-    assert f"0: {sum(new) - 2} (100%)" in everything
-
-
 @pytest.mark.parametrize(
     ("line", "words"),
     [
@@ -227,15 +213,6 @@ def test_a_saved_chat_continues_where_it_ended(chat, talk, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["talk.json"]
 
 
-def test_a_system_message_replaces_a_loaded_one(chat, talk, tmp_path):
-    said = [{"role": "system", "content": "be loud."}, user("hello"), {"role": "assistant", "content": "hey"}]
-    (tmp_path / "talk.json").write_text(json.dumps(said))
-    expected = chat.answer([{"role": "system", "content": "be brief."}, *said[1:], user("more")], 12)
-    argv = ["--load", tmp_path / "talk.json", "--system", "be brief.", "--json", "--max-new-tokens", 12]
-    code, out, err = talk(chat, ["more"], *argv)
-    assert [answer["text"] for answer in lines_of(out)] == [expected]
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -282,15 +259,6 @@ def test_an_answer_ends_where_the_context_does(make_chat, talk):
 # --- templates
 
 
-def test_a_tokenizer_without_a_template_is_named(make_chat, talk):
-    chat = make_chat(template=None)
-    code, out, err = talk(chat, ["hello"])
-    assert (code, out) == (2, "")
-    assert re.search(
-        r"template: expected vicuna, plain or a Jinja file, because the tokenizer of \S*base has no", notes(err)[-1]
-    )
-
-
 def test_the_plain_template(make_chat, talk):
     chat = make_chat(template=None)
     first = chat.tokenizer("System: be brief.\n\nUser: hello\n\nAssistant:")["input_ids"]
@@ -314,20 +282,6 @@ def test_a_plain_answer_ends_before_the_next_turn(make_chat, talk, monkeypatch):
     assert 0 < len(kept) < len(text)
     assert out == f"{kept}\nuser: hello\nassistant: {kept}\n"
     assert notes(err) == []
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("{% for", "chat template: expected Jinja, got"),
-        ("{{ raise_exception('no users\nhere') }}", "got no users here"),
-    ],
-)
-def test_a_template_that_cannot_be_used_is_named(chat, talk, tmp_path, text, words):
-    (tmp_path / "template.jinja").write_text(text)
-    code, out, err = talk(chat, ["hello"], "--template", tmp_path / "template.jinja")
-    assert (code, out) == (2, "")
-    assert words in notes(err)[-1]
 
 
 def test_a_template_without_system_messages_leaves_the_history_unchanged(make_chat, talk):

@@ -62,22 +62,6 @@ def test_bad_input_is_one_line_and_code_2(capsys, checkpoint, tmp_path, argv, wo
     assert re.search(words, lines[0])
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [
-        ["generate", "--tree", "chain:x"],
-        ["generate", "--tree", "dynamic:4"],
-        ["generate", "--tree", "no-such-file.json"],
-        ["generate", "--max-new-tokens", "0"],
-    ],
-)
-def test_bad_arguments_end_with_code_2(capsys, argv):
-    with pytest.raises(SystemExit) as end:
-        main(argv)
-    assert end.value.code == 2
-    assert "error:" in capsys.readouterr().err
-
-
 def test_demo_compares_three_ways(capsys, checkpoint, monkeypatch):
     monkeypatch.setattr(demo, "CHECKPOINT", checkpoint)
     out = run_json(capsys, "demo", "--max-new-tokens", "12", "--rounds", "1", "--tree", "chain:2")
@@ -88,15 +72,6 @@ def test_demo_compares_three_ways(capsys, checkpoint, monkeypatch):
     assert accepted + steps == 4 * 11
     assert out["tokens_per_step"] == pytest.approx(44 / steps)
     assert out["steps_by_tree_nodes"] == {"3": steps}
-
-
-def test_demo_prints_answer_and_table(capsys, checkpoint, monkeypatch, model_text):
-    monkeypatch.setattr(demo, "CHECKPOINT", checkpoint)
-    assert main(["demo", "--prompt", "xyz", "--max-new-tokens", "9", "--rounds", "1", "--tree", "chain:2"]) == 0
-    out = capsys.readouterr().out
-    assert f"xyz\n\n{model_text('xyz', 9)}\n" in out
-    assert "identical" in out
-    assert "Medusa, 3 nodes" in out
 
 
 def test_demo_says_when_texts_differ(capsys, checkpoint, monkeypatch):

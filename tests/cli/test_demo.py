@@ -5,12 +5,10 @@ import re
 import shutil
 
 import pytest
-import torch
 from rich.cells import cell_len
 from terminals import plain
 
-from medusa_decoding import MedusaModel, Tree
-from medusa_decoding.checkpoints import pretrained
+from medusa_decoding import Tree
 from medusa_decoding.cli import demo, main
 from medusa_decoding.demo.checking import problem
 from medusa_decoding.demo.requests import EXAMPLES, parse
@@ -76,30 +74,3 @@ def test_the_demo_says_which_trees_ran(capsys, checkpoint, monkeypatch):
     shares = re.findall(r"(plain|\d+ nodes) (\d+)%", said)
     assert abs(sum(int(share) for _, share in shares) - 100) <= 2 * len(shares)
     assert "\x1b" not in out
-
-
-def test_the_race_has_the_tree_that_was_asked_for_or_came_with_the_heads(checkpoint, monkeypatch, tmp_path):
-    folder = tmp_path / "checkpoint"
-    shutil.copytree(checkpoint, folder)
-    monkeypatch.setattr(demo, "CHECKPOINT", folder)
-    tokenizer = pretrained.load_tokenizer(folder / "base")
-    ids = tokenizer("xyz", return_tensors="pt").input_ids
-    base = pretrained.load_model(folder / "base", dtype=torch.float32)
-
-    def label(tree=None):
-        with MedusaModel.from_pretrained(folder / "heads", tree=tree) as model:
-            theirs, plain, medusa = demo.race(model, base, tokenizer, ids, 6, demo.stored_tree(model, folder / "heads"))
-            assert [len(step) for step in plain.steps] == [len(step) for step in theirs.steps] == [1] * 6
-            assert ["".join(map("".join, run.steps)) for run in (theirs, plain, medusa)] == [
-                "".join(map("".join, plain.steps))
-            ] * 3
-            assert theirs.label == "transformers"
-            assert theirs.ends == sorted(theirs.ends)
-            assert plain.label == "plain decoding"
-            return medusa.label
-
-    assert label() == "Medusa, auto"
-    Tree.chain(3).save(folder / "heads" / "medusa_tree.json")
-    assert label() == "Medusa, 4 nodes"
-    assert label("auto") == "Medusa, auto"
-    assert label(Tree.chain(2)) == "Medusa, 3 nodes"

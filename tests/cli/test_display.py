@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
-from rich.cells import cell_len
 from rich.console import Console
 from terminals import HIDE, SHOW, plain
 
@@ -90,20 +89,6 @@ def test_a_models_text_cannot_control_the_terminal():
     assert step_text(steps, COLOURS).plain == "\ufffd]0;title\ufffd\ufffd2J\n\tb\ufffd"
 
 
-def test_a_chat_on_a_terminal_has_the_same_text(chat, talk, at_terminal, capsys):
-    argv = ["--tree", "chain:3", "--max-new-tokens", 20]
-    questions = ["hello", "tell me more, please!"]
-    code, expected, _ = talk(chat, questions, *argv)
-    assert (code, "\x1b" in expected) == (0, False)
-    at_terminal(width=20)
-    code, out, _ = talk(chat, questions, *argv)
-    figures = re.compile(r"\[\d+ tokens: \d\.\d\d per step, [\d.]+/s, .*\]\n")
-    assert code == 0
-    assert len(figures.findall(plain(out))) == 2
-    assert figures.sub("", plain(out)) == expected
-    assert "\x1b[36m" in out or "\x1b[35m" in out
-
-
 def test_generate_on_a_terminal_has_the_same_text(checkpoint, at_terminal, model_text, capsys):
     at_terminal(width=20)
     heads = str(checkpoint / "heads")
@@ -133,39 +118,6 @@ def test_a_race_shows_what_had_been_written_when():
     assert "medusa: 0.55 s" in title
     assert "9 tokens, 2.67 per step, 16/s" in figures
     assert "prompt" in screen(shown, race.picture(0.0))[4]
-
-
-WIDE = (
-    "def f():\n\treturn '\u4f60\u597d\u4e16\u754c \u3053\u3093\u306b\u3061\u306f' # "
-    + "word " * 30
-    + "x" * 130
-    + "\n\nlast"
-)
-
-
-@pytest.mark.parametrize(("width", "height"), [(20, 16), (100, 60)])
-def test_pictures_fit_the_terminal(width, height):
-    letters = list(WIDE)
-    threes = [letters[start : start + 3] for start in range(0, len(letters), 3)]
-    runs = [
-        Run("plain decoding", [[letter] for letter in letters], [0.1 * n for n in range(1, len(letters) + 1)]),
-        Run("Medusa", threes, [0.15 * n for n in range(1, len(threes) + 1)]),
-    ]
-    shown = console(width, height)
-    race = Race(shown, runs, "class \u7c7b:\n")
-    sizes = set()
-    for seconds in (0.0, 0.5, 5.0, race.seconds):
-        lines = screen(shown, race.picture(seconds))
-        sizes.add(len(lines))
-        assert len(lines) < height
-        assert max(map(cell_len, lines)) <= width
-        panels = lines[next(place for place, line in enumerate(lines) if "replayed" in line) + 1 :]
-        assert len({cell_len(line) for line in panels}) == 1, "the borders are not straight"
-    assert len(sizes) == 1, "the picture changes its size"
-    final = "".join(lines)
-    assert final.count("last") == 2
-    if height == 60 and width >= 72:
-        assert final.count("\u3053\u3093\u306b\u3061\u306f") == final.count("class \u7c7b:") == 2
 
 
 def test_replays_end_with_the_last_picture_and_the_cursor(monkeypatch):

@@ -184,14 +184,6 @@ def test_whose_answers_are_learnt_is_not_left_to_the_command(capsys, place, trai
     assert on_own_data(own, place.file).data.answers is None
 
 
-def test_existing_heads_are_not_overwritten(capsys, place, trained):
-    (place.file.parent.parent / "heads").mkdir(parents=True)
-    assert place.run() == 2
-    assert "output.folder: expected one without trained heads" in capsys.readouterr().err
-    assert not place.file.exists()
-    assert place.run("--only-data") == 0
-
-
 @pytest.mark.parametrize("method", ["self-distillation", "medusa-1"])
 def test_distillation_and_training_write_heads(capsys, place, method):
     pytest.importorskip("accelerate", reason="the extra 'train' is not installed")

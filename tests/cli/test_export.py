@@ -61,17 +61,6 @@ def test_bad_input_is_refused(capsys, checkpoint, tmp_path, argv, words):
     assert not (tmp_path / "out").exists()
 
 
-def test_the_line_that_starts_vllm_is_printed(capsys, checkpoint, tmp_path):
-    argv = ["export", "--model", str(checkpoint / "heads"), "--out", str(tmp_path / "out")]
-    assert main([*argv, "--format", "vllm"]) == 0
-    assert re.search(
-        r"\nvLLM 0\.28 to 0\.32 \(0\.33 has no Medusa any more\) serves it with:\n    vllm serve .*_tokens\": 3}'\n$",
-        capsys.readouterr().out,
-    )
-    assert main([*argv, "--format", "native", "--overwrite"]) == 0
-    assert "vllm serve" not in capsys.readouterr().out
-
-
 def test_a_tokenizer_is_fetched_at_the_heads_revision(tmp_path, monkeypatch):
     from argparse import Namespace
 

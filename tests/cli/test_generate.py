@@ -1,6 +1,5 @@
 """medusa generate: the meaning of its options; texts are compared with transformers' own."""
 
-import argparse
 import json
 import re
 
@@ -8,10 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from medusa_decoding import MedusaHeads, MedusaModel, Tree
-from medusa_decoding.checkpoints import write_heads
+from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.cli import _arguments, main
-from medusa_decoding.demo import CHECKPOINT
 
 PROMPT = "def f(x):\n"
 NEW = 40
@@ -122,7 +119,7 @@ def test_copied_branches_and_auto_trees_write_the_same_text(run_json, greedy, tr
     assert run_json("--tree", tree)["text"] == greedy
 
 
-def test_metrics_are_printed(run_json, capsys, checkpoint):
+def test_metrics_are_printed(run_json):
     out = run_json("--tree", "chain:3", "--metrics")
     metrics = out["metrics"]
     assert (metrics["prompt_tokens"], metrics["new_tokens"]) == (len(PROMPT), NEW)
@@ -132,14 +129,6 @@ def test_metrics_are_printed(run_json, capsys, checkpoint):
     assert metrics["tokens_per_step"] == out["tokens_per_step"] == pytest.approx(new_tokens / out["steps"])
     assert metrics["tree_nodes"] == {"4": out["steps"]}
     assert "metrics" not in run_json()
-
-    argv = ["generate", "--model", str(checkpoint / "heads"), "--prompt", PROMPT, "--tree", "chain:3", "--metrics"]
-    assert main([*argv, "--max-new-tokens", str(NEW)]) == 0
-    err = capsys.readouterr().err
-    assert f"{NEW} tokens in {out['steps']} steps, {out['tokens_per_step']:.2f} per step" in err
-    for length, count in metrics["accepted_histogram"].items():
-        assert f"{length}: {count} ({count / out['steps']:.0%})" in err
-    assert f"({len(PROMPT)} prompt tokens)" in err
 
 
 # --- a message in a chat template
@@ -153,18 +142,6 @@ def test_chat_wraps_the_prompt(chat, run_json, capsys):
     assert out["new_tokens"] < NEW  # the template's end of turn was found
     assert main(["generate", "--chat", "--model", chat.heads, "--prompt", "hello", "--max-new-tokens", str(NEW)]) == 0
     assert capsys.readouterr().out == expected + "\n"
-
-
-def test_chat_takes_another_template(make_chat, run_json, tmp_path):
-    chat = make_chat(template=None)
-    template = "{{ messages[0]['content'] }}!"
-    (tmp_path / "template.jinja").write_text(template)
-    for name, ids in (
-        (tmp_path / "template.jinja", chat.tokenizer("hello!")["input_ids"]),
-        ("plain", chat.tokenizer("User: hello\n\nAssistant:")["input_ids"]),
-    ):
-        out = run_json("--chat", "--template", name, prompt="hello", model=chat.heads)
-        assert out["text"] == chat.text(chat.write(ids, NEW, eos_token_id=None))
 
 
 # --- refusals
@@ -207,21 +184,6 @@ def test_bad_values_end_with_code_2(capsys, argv):
     assert f"argument {argv[0]}: " in capsys.readouterr().err
 
 
-def test_a_model_whose_output_is_not_finite_is_one_line_and_code_2(capsys, checkpoint, tmp_path):
-    model = AutoModelForCausalLM.from_pretrained(checkpoint / "base")
-    with torch.no_grad():
-        model.lm_head.weight[3] = float("nan")
-    model.save_pretrained(tmp_path / "base")
-    AutoTokenizer.from_pretrained(checkpoint / "base").save_pretrained(tmp_path / "base")
-    write_heads(MedusaHeads(32, model.config.vocab_size, 1), tmp_path / "heads", base_model="../base")
-    assert main(["generate", "--model", str(tmp_path / "heads"), "--prompt", "abc", "--json"]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    (line,) = [line for line in captured.err.splitlines() if line.startswith("medusa: ")]
-    assert "expected finite logits" in line
-    assert "step 0" in line
-
-
 # --- trees
 
 
@@ -237,25 +199,3 @@ def test_a_model_whose_output_is_not_finite_is_one_line_and_code_2(capsys, check
 )
 def test_tree_arguments_are_parsed(text, tree):
     assert _arguments.tree(text) == tree
-
-
-def test_tree_files_may_have_any_name(tmp_path):
-    (tmp_path / "a.json").write_text("[[0]]")
-    (tmp_path / "b.json+lookup:2").write_text("[[0], [1]]")
-    assert _arguments.tree(f"{tmp_path}/a.json") == Tree([[0]])
-    assert _arguments.tree(f"{tmp_path}/a.json+lookup:2") == Tree([[0]], 2)
-    assert _arguments.tree(f"{tmp_path}/b.json+lookup:2") == Tree([[0], [1]])
-    with pytest.raises(argparse.ArgumentTypeError):
-        _arguments.tree(f"{tmp_path}/c.json+lookup:2")
-
-
-def test_without_a_model_the_demo_model_runs(capsys):
-    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT / "base")
-    base = AutoModelForCausalLM.from_pretrained(CHECKPOINT / "base", dtype=torch.float32)
-    ids = tokenizer(PROMPT, return_tensors="pt").input_ids
-    out = base.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=16, do_sample=False)
-    argv = ["generate", "--prompt", PROMPT, "--max-new-tokens", "16", "--tree", "chain:2+lookup:4", "--json"]
-    assert main(argv) == 0
-    assert json.loads(capsys.readouterr().out)["text"] == tokenizer.decode(
-        out[0, ids.shape[1] :], skip_special_tokens=True
-    )

@@ -12,7 +12,6 @@ from medusa_decoding.chat.streaming import AnswerText
 from medusa_decoding.cli import _batch, main
 from medusa_decoding.serving import answers
 from medusa_decoding.serving.ticket import Delta, Ticket
-from medusa_decoding.training.data.records import interpret
 
 NEW = 24
 TEXTS = [
@@ -128,12 +127,6 @@ def test_chat_applies_the_template_to_the_first_user_turn(chat, prompts, run):
     assert "--chat with a system message" in run(heads=chat.heads, out="b.jsonl", code=2)
 
 
-def test_lines_are_records_to_train_on(run):
-    for line in run()[1]:
-        content = interpret(line)
-        assert [turn["content"] for turn in content.messages] == [line["prompt"], line["response"]]
-
-
 def test_several_files_and_folders_are_read_in_order(run, prompts, tmp_path, checkpoint, capsys):
     (tmp_path / "texts").mkdir()
     for number, text in enumerate(TEXTS[:2]):
@@ -164,13 +157,6 @@ def test_a_half_written_line_is_made_again(run, tmp_path, settings):
 
 def without_steps(line):
     return {name: value for name, value in line.items() if name != "steps"}
-
-
-def test_a_finished_run_has_nothing_to_resume(run):
-    _, whole = run()
-    figures, lines = run("--resume")
-    assert lines == whole
-    assert (figures["earlier"], figures["new_tokens"], figures["tokens_per_step"]) == (len(TEXTS), 0, None)
 
 
 @pytest.mark.parametrize(

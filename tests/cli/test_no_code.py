@@ -1,4 +1,4 @@
-"""No code next to a checkpoint runs and nothing asks on standard input, with any command or function."""
+"""No code next to a checkpoint runs and nothing asks on standard input, whichever way a command loads it."""
 
 import json
 import os
@@ -8,14 +8,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 
-pytestmark = pytest.mark.slow  # they share one run of every command on six poisoned checkpoints
+pytestmark = pytest.mark.slow  # they share one run of commands on five poisoned checkpoints
 HERE = Path(__file__).parent
 QUESTION = [{"messages": [{"role": "user", "content": text}]} for text in ("how are you", "hello", "why")]
-REAL = ["llama", "processor"]
-"""Checkpoints whose model is one of transformers' own; commands work on the first."""
+KINDS = ["llama", "processor", "unknown", "kernels", "adapter"]
+"""Commands work on the first; a checkpoint does not choose the attention, so kernels named there are not an error."""
 
 
 def change(file, **values):
@@ -49,14 +48,6 @@ def poison(folder, kind):
         settings = json.loads((base / "tokenizer_config.json").read_text())
         del settings["auto_map"]
         (base / "tokenizer_config.json").write_text(json.dumps(settings | {"tokenizer_class": "AutoProcessor"}))
-    elif kind == "pickled":
-        (base / "model.safetensors").unlink()
-
-        class Opens:
-            def __reduce__(self):
-                return open, (str(folder / "ran"), "w")
-
-        torch.save({"lm_head.weight": Opens()}, base / "pytorch_model.bin")
     elif kind == "adapter":
         (base / "model.safetensors").rename(folder / "model.safetensors")
         shutil.copytree(base, folder / "plain")
@@ -70,122 +61,72 @@ def poison(folder, kind):
         (base / "adapter_model.bin").write_bytes(b"\x80\x04c")
 
 
-def commands(folder, prompts, seeds):
-    """Every command that reads a model, short."""
+def commands(folder, seeds):
+    """A command for each way to load: heads and base model, tokenizer, files to copy, and a model to train."""
     base, heads, out = (str(folder / name) for name in ("base", "heads", "out"))
     config = {
         "method": "medusa-1",
         "model": {"name": base, "dtype": "float32", "quantization": "none"},
         "data": {"train": [{"path": str(seeds)}], "length": 64, "held_out_share": 0.3},
         "heads": {"num_heads": 2},
-        "optimisation": {
-            "optimizer": "adamw", "batch_size": 1, "micro_batch_size": 1, "warmup_steps": 0, "max_steps": 1,
-        },
-        "generation": {"max_new_tokens": 2, "temperature": 0.0, "turns": 1, "batch_size": 2},
+        "optimisation": {"optimizer": "adamw", "batch_size": 1, "micro_batch_size": 1, "max_steps": 1},
         "output": {"folder": f"{out}/run", "tensorboard": False},
     }  # fmt: skip
-    file, distilling = folder / "run.yaml", folder / "distil.yaml"
-    file.write_text(yaml.safe_dump(config))
-    distilling.write_text(yaml.safe_dump(config | {"method": "self-distillation"}))
-    few = ["--prompts", str(prompts), "--limit", "1", "--max-new-tokens", "4"]
+    (folder / "run.yaml").write_text(yaml.safe_dump(config))
     return {
         "generate": ["generate", "--model", heads, "--prompt", "abc", "--max-new-tokens", "2"],
         "chat": ["chat", "--model", heads, "--max-new-tokens", "2", "--json"],
-        "eval": ["eval", "--model", heads, *few],
-        "calibrate": ["calibrate", "--model", heads, "--out", f"{out}/calibration.json", *few],
-        "export embedded": ["export", "--model", heads, "--format", "embedded", "--out", f"{out}/embedded"],
-        "train --check": ["train", "--config", str(file), "--check"],
-        "train": ["train", "--config", str(file)],
-        "distill": ["distill", "--config", str(distilling), "--only-data"],
-    }  # fmt: skip
+        "export": ["export", "--model", heads, "--format", "embedded", "--out", f"{out}/embedded"],
+        "train": ["train", "--config", str(folder / "run.yaml"), "--check"],
+    }
 
 
 @pytest.fixture(scope="module")
 def results(make_chat, tmp_path_factory):
-    """What each call did, in one process: {(checkpoint, call): report}."""
+    """What each call did, in one process: {"checkpoint: command": report}."""
     place = tmp_path_factory.mktemp("strange")
-    prompts, seeds = place / "prompts.jsonl", place / "seeds.jsonl"
-    prompts.write_text(json.dumps({"prompt": "hello"}) + "\n")
+    seeds, calls = place / "seeds.jsonl", {}
     answer = {"role": "assistant", "content": "i am fine. " * 4}
     seeds.write_text("".join(json.dumps({"messages": q["messages"] + [answer]}) + "\n" for q in QUESTION))
-    calls = []
-    for kind in (*REAL, "unknown", "kernels", "pickled", "adapter"):
+    for kind in KINDS:
         folder = place / kind
         shutil.copytree(make_chat().folder, folder)
         (folder / "out").mkdir()
         poison(folder, kind)
-        base, heads = str(folder / "base"), str(folder / "heads")
-        every = commands(folder, prompts, seeds)
-        shown = (
-            every
-            if kind in ("llama", "unknown")
-            else {name: every[name] for name in ("generate", "chat", "train --check")}
-        )
-        calls += [[f"{kind}: {name}", "medusa", *argv] for name, argv in shown.items()]
-        calls += [
-            [f"{kind}: load", "load", heads],
-            [f"{kind}: load of a base", "load", heads, base],
-            [f"{kind}: read", "read", heads],
-            [f"{kind}: medusa_generate", "generate", str(make_chat().folder / "base"), heads],
-            [f"{kind}: train on", "train_on", base],
-        ]
+        calls |= {f"{kind}: {name}": argv for name, argv in commands(folder, seeds).items()}
     (place / "calls.json").write_text(json.dumps(calls))
-    command = [
-        sys.executable,
-        HERE / "audited.py",
-        place / "calls.json",
-        place / "results.json",
-        place,
-        place / "modules",
-    ]
+    files = [HERE / "audited.py", place / "calls.json", place / "results.json", place, place / "modules"]
     environment = os.environ | {"HF_MODULES_CACHE": str(place / "modules"), "OMP_NUM_THREADS": "1"}
-    # Questions that bypass sys.stdin are answered here.
     done = subprocess.run(
-        list(map(str, command)), input="y\n" * 1000, env=environment, capture_output=True, text=True, timeout=600
+        [sys.executable, *map(str, files)],
+        input="y\n" * 1000,  # answers questions that bypass sys.stdin
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads((place / "results.json").read_text())
-    return place, {report["name"]: report for report in found}
+    return place, json.loads((place / "results.json").read_text())
 
 
 def test_no_code_next_to_a_checkpoint_ran(results):
     place, reports = results
-    chats = {f"{kind}: chat" for kind in (*REAL, "kernels")}
     for name, report in reports.items():
         read = [event for event in report["events"] if event[0] == "line"]
         assert [event for event in report["events"] if event not in read] == [], name
-        assert read == [] or name in chats, name
+        assert read == [] or name in ("llama: chat", "kernels: chat"), name
     assert sorted(path.name for path in place.glob("*/ran")) == []
     assert not (place / "modules").exists() or not list((place / "modules").rglob("*.py"))
 
 
-def test_models_of_transformers_own_work(results):
+def test_models_of_transformers_own_work_and_others_are_refused_in_one_line(results):
     _, reports = results
-    own = {name: report["ended"] for name, report in reports.items() if name.startswith("llama:")}
-    assert {name: ended for name, ended in own.items() if ended not in (0, None)} == {}
-    # A checkpoint does not choose the attention, so kernels named there are not an error.
-    assert {reports[f"kernels: {name}"]["ended"] for name in ("generate", "load", "train on", "chat")} == {0}
-
-
-@pytest.mark.parametrize("kind", ["unknown", "pickled", "adapter"])
-def test_checkpoints_that_need_code_are_refused_in_one_line(results, kind):
-    _, reports = results
-    refused = {name: report for name, report in reports.items() if name.startswith(f"{kind}: ")}
-    # These read heads, or a config and a tokenizer, which have none.
-    fine = ["read", "medusa_generate", "export embedded"]
-    for name, report in refused.items():
-        if name.removeprefix(f"{kind}: ") in fine:
+    for name, report in reports.items():
+        kind, _, command = name.partition(": ")
+        copied = command == "export" and kind in ("unknown", "processor")  # neither model nor tokenizer is loaded
+        if kind in ("llama", "kernels") or copied:
             assert report["ended"] == 0, name
-            continue
-        if isinstance(report["ended"], str):
-            assert report["ended"].startswith("ValueError: "), name
-            assert "\n" not in report["ended"], name
         else:
             assert report["ended"] == 2, name
-            assert [line.startswith("medusa: ") for line in report["err"].splitlines()][-1:] == [True], name
-    assert len(refused) > 5
-
-
-def test_a_tokenizer_of_another_kind_is_refused(results):
-    _, reports = results
+            assert report["err"].splitlines()[-1].startswith("medusa: "), name
     assert "tokenizer_class: expected a tokenizer, got AutoProcessor" in reports["processor: generate"]["err"]

@@ -68,17 +68,6 @@ def test_accuracies_and_a_device_from_files(capsys, tmp_path):
     assert json.loads((tmp_path / "copy.json").read_text())["name"] == "mine"
 
 
-def test_this_cpu_is_measured_on_request(capsys, monkeypatch):
-    from medusa_decoding.roofline.devices import Device
-
-    monkeypatch.setattr(
-        "medusa_decoding.roofline.probe_device.probe_device", lambda kind: Device(kind, 1e11, 1e10, "float32")
-    )
-    result = json.loads(run(capsys, "--device", "cpu", "--json")[1])
-    assert result["device"]["name"] == "cpu"
-    assert result["device"]["dtype"] == "float32"
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -97,12 +86,3 @@ def test_bad_input_is_one_line_and_code_2(capsys, tmp_path, argv, message):
     assert (code, out) == (2, "")
     assert re.search(message, err)
     assert len(err.splitlines()) == 1
-
-
-def test_a_picture_of_the_sweep(capsys, tmp_path):
-    pytest.importorskip("matplotlib")
-    code, out, _ = run(capsys, "--batch", "1,2", "--sequence", "128,256", "--plot", tmp_path / "new", "--json")
-    path = tmp_path / "new" / "simulated-speedup.png"
-    assert code == 0
-    assert json.loads(out)["figure"] == str(path)
-    assert path.read_bytes().startswith(b"\x89PNG")

@@ -8,7 +8,7 @@ import torch
 from chats import PAIRS, chat_tokenizer
 from hypothesis import event, example, given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from medusa_decoding.chat.streaming import AnswerStreamer, AnswerText
@@ -192,15 +192,6 @@ def test_the_end_of_a_turn_is_found_in_the_template_or_unknown(template, end):
     assert found.ends([0, found.end_of_turn or 1]) == [0, found.end_of_turn or 1]
 
 
-@pytest.mark.parametrize("special", [True, False])
-def test_an_added_token_ends_a_turn_if_it_is_special(special):
-    tokenizer = chat_tokenizer([], "{% for m in messages %}{{ m['content'] }}<|over|>{% endfor %}")
-    tokenizer.add_tokens([AddedToken("<|over|>", special=special)], special_tokens=False)
-    over = tokenizer.convert_tokens_to_ids("<|over|>")
-    assert over not in tokenizer.all_special_ids
-    assert ChatTemplate(tokenizer).end_of_turn == (over if special else None)
-
-
 @given(st.text("ab \n", max_size=30), st.none() | st.text("ab\n", min_size=1, max_size=3))
 @example("a\nba", "\nba")
 @example("aa\nb", "\nba")
@@ -223,19 +214,6 @@ def test_text_is_not_held_back_longer_than_needed(capsys):
     for chunk, shown in (("a b\n", "a b"), ("Us", ""), ("ed to", "\nUsed to"), ("\nUser", ""), (": c", "")):
         streamer.put(torch.tensor(tokenizer(chunk)["input_ids"]))
         assert capsys.readouterr().out == shown
-
-
-def test_a_streamer_ends_each_answer_once(capsys):
-    tokenizer = chat_tokenizer([])
-    streamer = AnswerStreamer(tokenizer, "\nU")
-    streamer.end()
-    assert capsys.readouterr().out == ""  # refused before it began
-    for answer in ("first\nUand what follows", "second\n"):
-        for text in ("prompt", answer):
-            streamer.put(torch.tensor(tokenizer(text)["input_ids"]))
-        streamer.end()
-        streamer.end()
-    assert capsys.readouterr().out == "first\nsecond\n\n"
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

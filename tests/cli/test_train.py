@@ -5,7 +5,6 @@ import re
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -62,17 +61,6 @@ def test_a_curve_has_a_run_per_size_and_predicts_more(recipe, tmp_path, capsys):
     assert json.loads(capsys.readouterr().out) == found
     assert main(["train", "--config", str(recipe), "--curve", "--set", "data.held_out_share=0"]) == 2
     assert "--curve: expected held-out data" in capsys.readouterr().err
-
-
-def test_a_power_law_is_found_and_continued():
-    from medusa_decoding.training.loop.curve import power_law
-
-    records, at = [50, 100, 200, 400], [800, 4000]
-    gaps = [[0.9 * (n / 50) ** -0.3, 6.0 + (n == 100)] for n in records]
-    predicted, residuals = power_law(records, np.array(gaps), at)
-    assert predicted[:, 0].tolist() == pytest.approx([0.9 * (n / 50) ** -0.3 for n in at])
-    assert residuals[0] == pytest.approx(0.0, abs=1e-12)
-    assert 0.5 < residuals[1] < 1.0
 
 
 def test_check_says_what_would_run_and_writes_nothing(recipe, tmp_path, capsys):
@@ -151,14 +139,6 @@ def test_a_first_config_overwrites_nothing(tmp_path, monkeypatch, capsys, argume
     assert message in capsys.readouterr().err
     assert (tmp_path / "old.yaml").read_text() == "mine"
     assert not (tmp_path / "base.yaml").exists()
-
-
-def test_one_process_can_check_a_run_with_sharded_weights(recipe, capsys):
-    divided = ["train", "--config", str(recipe), "--check", "--set", "optimisation.sharding=full"]
-    assert main(divided) == 0
-    assert "steps of 4 rows: heads" in capsys.readouterr().out
-    assert main([*divided, "--set", "optimisation.optimizer=adamw_8bit"]) == 2
-    assert "optimisation.optimizer: expected adamw with divided weights" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """medusa tune: on a copy of the embedded model with few repeats, what it stores, checks and compares, and refusals."""
 
-import hashlib
 import json
 import re
 import shutil
@@ -9,8 +8,7 @@ import pytest
 import torch
 
 from medusa_decoding import MedusaModel, Tree
-from medusa_decoding.checkpoints import read_heads, tuning_paths, write_heads
-from medusa_decoding.checkpoints.tuning_file import Conditions
+from medusa_decoding.checkpoints import read_heads, write_heads
 from medusa_decoding.cli import main
 from medusa_decoding.cli import tune as command
 from medusa_decoding.demo import CHECKPOINT
@@ -129,9 +127,6 @@ def test_the_chosen_tree_is_used_and_the_reason_said(tune, folder, monkeypatch, 
     last = capsys.readouterr().err.splitlines()[-1]
     name = "plain decoding" if nodes == 1 else f"{nodes} nodes"
     assert last.endswith(f" s with the prefill, tree: {name} ({reason})]")
-    assert main([*argv, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["tree"], found["tree_reason"]) == (name, reason)
 
 
 def test_times_that_cannot_tell_are_refused_with_both_spreads(tune, folder, monkeypatch):
@@ -144,12 +139,8 @@ def test_times_that_cannot_tell_are_refused_with_both_spreads(tune, folder, monk
     assert "stored in" not in out
     assert not (folder / "tuning.json").exists()
     assert line.startswith("medusa: tuning: expected times that can tell the fastest tree from plain decoding, got 0.8")
-    assert re.search(
-        r"got 0\.8\d \(0\.\d\d to 1\.\d\d\) times the rate of plain decoding for batch 1 and prefix 16", line
-    )
     assert "10 to 10 ms plainly and 12 to 28 ms with 2 nodes" in line
-    for words in ("idle machine", "--repeats 28", "--undecided auto"):
-        assert words in line
+    assert "--undecided auto" in line
     code, out, errors = tune("--nodes", "2", "--prefix", "16,64", "--undecided", "auto")
     assert (code, errors) == (0, [])
     assert [case["choices"] for case in json.loads((folder / "tuning.json").read_text())["cases"]] == ["auto"] * 2
@@ -217,9 +208,6 @@ def test_texts_of_a_calibration_are_walked(tune, folder, calibration, monkeypatc
     shutil.copy(calibration, folder / "calibration.json")
     code, out, _ = tune("--nodes", "3,9", "--prefix", "20", "--repeats", "1", "--undecided", "auto")
     assert code == 0
-    assert "expected tokens per step: along the texts that the trees were searched on" in out
-    assert "calibration: calibration.json, greedy texts" in out
-    assert "not checked" not in out
     assert json.loads((folder / "tuning.json").read_text())["weighed"] == "walked"
     with MedusaModel.from_pretrained(folder, dtype="float32") as model:
         assert model.tree_choice().reason.startswith("`medusa tune` could not tell")
@@ -231,9 +219,6 @@ def test_texts_of_a_calibration_are_walked(tune, folder, calibration, monkeypatc
         0,
         ["the calibration calibration.json has changed", "expected tokens were walked, would be independent"],
     )
-    code, out, [line] = tune(*QUICK, "--calibration", folder / "config.json")
-    assert (code, out) == (2, "")
-    assert "config.json: expected" in line
 
 
 def test_a_calibration_of_other_heads_is_refused_or_reported_as_unchecked(tune, calibration):
@@ -249,75 +234,6 @@ def test_a_calibration_of_other_heads_is_refused_or_reported_as_unchecked(tune, 
     assert code == 0
     assert f"calibration: {calibration}, texts drawn at temperature 0.7" in out
     assert "not checked to be of these heads and this base model: it has no fingerprints in float32" in out
-
-
-def test_check_compares_with_the_calibration_that_was_used(tune, folder, calibration):
-    assert tune(*QUICK, "--calibration", calibration)[0] == 0
-    assert json.loads((folder / "tuning.json").read_text())["calibration"] == {
-        "path": str(calibration),
-        "hash": hashlib.blake2b(calibration.read_bytes(), digest_size=8).hexdigest(),
-        "temperature": 0.0,
-        "checked": True,
-    }
-    code, out, _ = tune("--check")
-    assert code == 0
-    assert "since then" not in out
-    assert f"weighed by {calibration}, greedy texts" in out
-    moved = shutil.copy(calibration, folder / "calibration.json")
-    code, out, _ = tune("--check", "--calibration", moved, "--json")
-    assert (code, json.loads(out)["notes"]) == (0, [])  # the same content
-    calibration.write_text(calibration.read_text() + "\n")
-    for argv, notes in (
-        ([], [f"the calibration {calibration} has changed"]),
-        (["--calibration", calibration], [f"the calibration {calibration} has changed"]),
-    ):
-        code, out, _ = tune("--check", *argv, "--json")
-        assert (code, json.loads(out)["notes"]) == (0, notes)
-    calibration.write_text("{")
-    [note] = json.loads(tune("--check", "--json")[1])["notes"]
-    assert note.startswith(f"calibration: {calibration}: expected")
-    calibration.unlink()
-    code, out, _ = tune("--check", "--json")
-    assert (code, json.loads(out)["notes"]) == (0, [f"the calibration {calibration} is gone"])
-
-
-def test_check_and_sweep_take_the_file_that_the_loader_takes(tune, folder, stored, tmp_path):
-    """The file next to the heads is for another dtype, the one in the cache is valid."""
-    own = folder / "tuning.json"
-    with MedusaModel.from_pretrained(folder, dtype="float32") as model:
-        conditions = Conditions.current(model.backbone, model.heads, model.backend)
-    cached = tuning_paths.cache_folder(folder) / tuning_paths.cache_name(conditions.runtime)
-    cached.parent.mkdir(parents=True)
-    shutil.copy(own, cached)
-    own.write_text(own.read_text().replace("float32", "float16"))
-    code, out, _ = tune("--check", "--json")
-    assert (code, json.loads(out)["file"]) == (0, str(cached))
-    file = write_prompts(tmp_path / "texts.jsonl", ["import os\n"])
-    assert tune("--sweep", "--prompts", file, "--max-new-tokens", "4", "--rounds", "1")[0] == 0
-    with MedusaModel.from_pretrained(folder, dtype="float32") as model:
-        assert model._tuning is not None
-    cached.unlink()
-    code, out, [line] = tune("--check")
-    assert (code, out, line) == (2, "", f"medusa: {own}: dtype: tuned with float16, now float32")
-
-
-def test_nothing_is_written_into_the_package(capsys, tmp_path, monkeypatch):
-    """The embedded model's tuning file is in the user's cache folder, where it is found again."""
-    own = CHECKPOINT / "heads" / "tuning.json"
-    before = own.read_bytes() if own.exists() else None
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert main(["tune", *QUICK, "--json"]) == 0
-    figures = json.loads(capsys.readouterr().out)
-    [file] = (tmp_path / "cache").rglob("tuning*.json")
-    assert figures["file"] == str(file)
-    assert (own.read_bytes() if own.exists() else None) == before
-    with MedusaModel.from_pretrained(CHECKPOINT / "heads") as model:
-        assert model._tuning is not None
-        assert model.tree == figures["cases"][0]["choices"] == "auto"
-    assert main(["tune", "--check"]) == 0
-    assert capsys.readouterr().out.startswith(f"{file} holds: ")
-    assert main(["tune", "--check", "--dtype", "float32"]) == 2
-    assert f"{file}: dtype: tuned with bfloat16, now float32" in capsys.readouterr().err
 
 
 def test_check_reports_what_has_changed(tune, folder):
@@ -344,33 +260,6 @@ def test_check_reports_what_has_changed(tune, folder):
     assert (code, out) == (2, "")
     assert "heads: tuned with" in line
     assert "model: tuned with" not in line
-
-
-def test_sweep_compares_all_sizes(tune, folder, stored, tmp_path):
-    file = write_prompts(tmp_path / "texts.jsonl")
-    argv = ["--sweep", "--prompts", file, "--max-new-tokens", "8", "--rounds", "1"]
-    code, out, _ = tune(*argv, "--json")
-    assert code == 0
-    found = json.loads(out)
-    assert (found["texts"], found["left_out"], found["max_new_tokens"], found["rounds"]) == (2, 0, 8, 1)
-    [case] = found["cases"]
-    stored = json.loads((folder / "tuning.json").read_text())["cases"][0]
-    fastest = max(stored["sizes"], key=lambda size: size["tokens_per_second"])["nodes"]
-    assert (case["prefix"], case["texts"], case["chosen_nodes"], case["undecided"]) == (16, 2, fastest, True)
-    assert case["step_seconds"] == [{"nodes": one["nodes"], "seconds": one["seconds"]} for one in stored["sizes"]]
-    assert [tree["nodes"] for tree in found["trees"]] == [1, 2, 4, 8]
-    assert found["trees"][0]["tokens_per_step"] == 1.0
-    assert found["trees"][2]["tokens_per_step"] >= found["trees"][1]["tokens_per_step"] > 1.0
-    rates = {tree["nodes"]: tree["tokens_per_second"] for tree in found["trees"]}
-    own = rates[case["chosen_nodes"]]
-    assert found["chosen_tokens_per_second"] == own
-    assert rates[found["best_nodes"]] == max(rates.values())
-    assert found["rank"] == 1 + sum(rate > own for rate in rates.values())
-    assert found["behind"] == pytest.approx(1 - own / max(rates.values()))
-    assert found["chosen_over_best"]["value"] == pytest.approx(1 - found["behind"])
-    code, out, _ = tune(*argv)
-    assert code == 0
-    assert re.search(r"the chosen tree of \d nodes is number [1-4] of 4, [\d.]+ % behind the fastest", out)
 
 
 def test_a_sweep_chooses_by_the_length_of_each_prompt(tune, folder, stored, tmp_path):
