@@ -1,8 +1,6 @@
 """Help, the version, typing errors, trees and simulations need no torch, and other libraries stay quiet."""
 
 import os
-import re
-import struct
 import subprocess
 import sys
 
@@ -47,7 +45,7 @@ def test_answers_that_need_no_model_import_no_torch(argv, code, words):
 
 
 def test_every_command_has_help_with_an_example(capsys):
-    for name in [*COMMANDS, "tree show", "tree search", "tree measure"]:
+    for name in [*COMMANDS, "tree show", "tree search"]:
         with pytest.raises(SystemExit) as end:
             main([*name.split(), "--help"])
         assert end.value.code == 0
@@ -66,29 +64,6 @@ def test_trees_and_simulations_import_no_torch(tmp_path):
         assert not {"torch", "transformers"} & set(out.split("imported:")[1].split())
 
 
-HEADER = b"GGUF" + bytes(20) + struct.pack("<Q20sIQ", 20, b"general.architecture", 8, 5)
-
-
-@pytest.mark.parametrize(
-    ("start", "words"),
-    [
-        (b"PK\x03\x04", "expected a GGUF file, got one that begins with b'PK"),
-        (HEADER + b"bloom", "expected a model of llama, .* got architecture 'bloom'"),
-        (HEADER + b"llama", r"pip install 'medusa-kernels\[gguf\]'"),
-    ],
-)
-def test_a_gguf_file_that_cannot_be_read_is_told_at_once(tmp_path, start, words):
-    file = tmp_path / "model.gguf"
-    file.write_bytes(start)
-    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.modules['gguf'] = None\n")
-    code, out, err = run(
-        "serve", "--base-model", str(file), PYTHONPATH=f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
-    )
-    assert code == 2
-    assert re.search(words, err)
-    assert not SLOW & set(out.split("imported:")[1].split())
-
-
 def test_other_libraries_print_nothing(checkpoint):
     """torchao, PyTorch and transformers have something to say while they are imported and while they load weights."""
     heads = str(checkpoint / "heads")
@@ -96,22 +71,6 @@ def test_other_libraries_print_nothing(checkpoint):
     assert code == 0, err
     [line] = err.splitlines()
     assert line.startswith("[4 tokens in ")
-
-
-def test_weights_keep_the_checkpoints_dtype_as_in_python(monkeypatch, checkpoint):
-    from medusa_decoding.cli import argument_parser
-    from medusa_decoding.model import MedusaModel
-
-    asked = []
-    monkeypatch.setattr(MedusaModel, "from_pretrained", lambda *args, **given: asked.append(given["dtype"]))
-    from medusa_decoding.cli import _arguments
-
-    for argv in ([], ["--dtype", "float16"]):
-        args = argument_parser().parse_args(
-            ["generate", "--model", str(checkpoint / "heads"), "--device", "cpu", *argv]
-        )
-        _arguments.load_model(args)
-    assert asked == ["auto", "float16"]
 
 
 def test_names_in_errors_do_not_control_the_terminal(capsys, tmp_path):

@@ -188,15 +188,14 @@ def add_placement(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="auto", help=words)
 
 
-def add_prompts(parser: argparse.ArgumentParser, prompt_tokens: bool = True) -> None:
-    """Add `--prompts`, `--limit`, `--turns` and, if wanted, `--prompt-tokens`."""
+def add_prompts(parser: argparse.ArgumentParser) -> None:
+    """Add `--prompts`, `--limit`, `--turns` and `--prompt-tokens`."""
     words = "files, folders or hub names; a prompt's category is its own, or else its file's name; repeats are left out"
     parser.add_argument("--prompts", nargs="+", required=True, metavar="FILE", help=words)
     add_option(parser, "--limit N", at_least_one, "first N prompts per category (default: all)")
     add_option(parser, "--turns N", at_least_one, "at most N turns per prompt", TURNS)
-    if prompt_tokens:
-        words = "of a plain text, the first N tokens are the prompt"
-        add_option(parser, "--prompt-tokens N", at_least_one, words, PROMPT_TOKENS)
+    words = "of a plain text, the first N tokens are the prompt"
+    add_option(parser, "--prompt-tokens N", at_least_one, words, PROMPT_TOKENS)
 
 
 def add_backend(parser: argparse.ArgumentParser, words: str = "how steps run, as in medusa generate") -> None:

@@ -7,9 +7,8 @@ import contextlib
 import json
 import shutil
 import sys
-from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from medusa_decoding.calibration.expected import WALK, SearchedTree, search_trees
 from medusa_decoding.checkpoints import tuning_paths
@@ -20,16 +19,12 @@ from medusa_decoding.evaluation import interval
 from medusa_decoding.evaluation.report import in_columns
 from medusa_decoding.files import read_json
 from medusa_decoding.options import DTYPES
-from medusa_decoding.progress import Progress
 from medusa_decoding.trees import plot
 from medusa_decoding.trees.calibration import Calibration, shared_prompts
 from medusa_decoding.trees.replay import texts_of
-from medusa_decoding.trees.search import walked_tree
 from medusa_decoding.trees.tree import Tree
 
 if TYPE_CHECKING:  # trees are drawn and searched without torch and transformers
-    from medusa_decoding.calibration.texts import Settings
-    from medusa_decoding.calibration.validate import Validation
     from medusa_decoding.checkpoints import HeadsCheckpoint
     from medusa_decoding.checkpoints.tuning_file import Tuning
 
@@ -42,7 +37,7 @@ DRAWN = f"In brackets: {interval.WORDS}."
 
 def run(args: argparse.Namespace) -> int:
     """Run the action."""
-    actions = {"show": run_show, "search": run_search, "measure": run_measure}
+    actions = {"show": run_show, "search": run_search}
     return actions[args.action](args)
 
 
@@ -214,77 +209,10 @@ def check_held_out(calibration: Calibration, held_out: Calibration, file: Path) 
             unknown.append(words)
         elif before != after:
             raise ValueError(f"--held-out: expected {name} {before} as in {file}, got {after}")
-    if not are_others("--held-out", held_out.made.get("prompts"), calibration, file):
-        unknown.append("prompts are others")
-    return unknown
-
-
-def are_others(name: str, prompts: Any, calibration: Calibration, file: Path) -> bool:
-    """Return whether prompts are known to be none of a calibration's; False if one of the two does not tell.
-
-    Prompts are as `Writer.describe` returns them. If some are the same, a `ValueError` names their argument, `name`.
-    """
-    same = shared_prompts(prompts, calibration.made.get("prompts"))
+    same = shared_prompts(held_out.made.get("prompts"), calibration.made.get("prompts"))
     if same:
-        raise ValueError(f"{name}: expected others than the prompts of {file}, got {same} of them")
-    return same is not None
-
-
-def run_measure(args: argparse.Namespace) -> int:
-    """Generate with trees and compare the steps with what was expected."""
-    from medusa_decoding.calibration.texts import Writer
-    from medusa_decoding.calibration.validate import validate
-    from medusa_decoding.evaluation import read_prompts
-
-    _arguments.resolve_device(args)
-    calibration = Calibration.load(args.calibration)
-    texts_of(calibration)
-    _arguments.heads_folder(args)
-    trees = [walked_tree(calibration, size) for size in args.nodes]
-    prompts = read_prompts(args.prompts, limit=args.limit, turns=args.turns, distinct=True)
-    tokenizer = _arguments.load_tokenizer(args)
-    with _arguments.load_model(args) as model:
-        writer = Writer(model, tokenizer, settings_of(calibration, args))
-        checked = check_same(calibration, writer.describe(prompts), args.calibration)
-        with Progress(len(prompts) * len(trees), "prompt") as bar:
-            found = [validate(calibration, writer, prompts, tree, bar.update) for tree in trees]
-    if args.json:
-        for one in found:
-            print(json.dumps(one.to_json()))
-        return 0
-    print(as_measured(found))
-    others = "other prompts" if checked else "prompts (not checked to be others)"
-    print(f"\nTrees searched by walking {args.calibration}; texts to {len(prompts)} {others}. {DRAWN}")
-    return 0
-
-
-def settings_of(calibration: Calibration, args: argparse.Namespace) -> Settings:
-    """Return the settings of a calibration's texts, to write texts like them; raise `ValueError` if there are none."""
-    from medusa_decoding.calibration.texts import Settings
-
-    try:
-        made = calibration.made["settings"]
-        found = made["max_new_tokens"], made["prompt_tokens"], args.template, made["temperature"], made.get("seed", 0)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{args.calibration}: expected settings of its texts, got {error!r}") from error
-    return Settings(*found)
-
-
-def check_same(calibration: Calibration, now: dict[str, Any], file: Path) -> bool:
-    """Raise `ValueError` unless answers to other prompts have the model, heads and settings of a calibration.
-
-    `now` is what `Writer.describe` says about the answers. Return whether the prompts are known to be others (see
-    `are_others`).
-    """
-    before, after = (
-        {f"settings.{name}": value for name, value in made["settings"].items() if name not in ("device", "backend")}
-        | {name: made.get(name) for name in ("heads", "base_model")}
-        for made in (calibration.made, now)
-    )
-    for name in sorted({*before, *after}, reverse=True):
-        if before.get(name) != after.get(name):
-            raise ValueError(f"{name}: expected {before.get(name)} as in {file}, got {after.get(name)}")
-    return are_others("--prompts", now["prompts"], calibration, file)
+        raise ValueError(f"--held-out: expected others than the prompts of {file}, got {same} of them")
+    return unknown if same is not None else [*unknown, "prompts are others"]
 
 
 def as_text(trees: list[SearchedTree]) -> str:
@@ -294,13 +222,4 @@ def as_text(trees: list[SearchedTree]) -> str:
     for one in trees:
         held_out = [] if one.held_out is None else one.held_out.cells()[1:]
         rows.append([str(one.tree.num_nodes), one.by, str(one.different), *one.expected.cells(), *held_out])
-    return in_columns(rows)
-
-
-def as_measured(found: Iterable[Validation]) -> str:
-    """Return expectations and measurements as a table."""
-    rows = [["nodes", "if independent", "by paths", "walked", "measured", "steps", "walked over measured"]]
-    for one in found:
-        figures = [*one.expected.cells(), interval.as_text(one.measured)]
-        rows.append([str(one.tree.num_nodes), *figures, str(one.steps), interval.as_text(one.ratio)])
     return in_columns(rows)

@@ -1,17 +1,15 @@
-"""Draw trees, search them for your heads, and validate them.
+"""Draw trees, and search them for your heads.
 
 A tree says which draft tokens a step verifies. `show` draws a tree; for heads, it says which trees are used with them
 on this device, and why. `search` reads the file of `medusa calibrate` and compares the best trees by three measures:
 the products of accuracies, as if heads were right independently; how often whole paths were right at a random position;
-and steps walked along the texts, which skip easy positions as decoding does. `measure` answers other prompts with the
-best walked trees and compares the tokens per step with the expectation.
+and steps walked along the texts, which skip easy positions as decoding does.
 
     medusa tree show HEADS
     medusa tree show medusa_tree.json
     medusa tree show cartesian:5,3 --accuracies calibration.json --image tree.png
     medusa tree search --calibration calibration.json --nodes 4,8,16,32,64
     medusa tree search --calibration calibration.json --nodes 32 --save medusa_tree.json
-    medusa tree measure --model HEADS --calibration calibration.json --prompts others.jsonl --nodes 4,16,64
 """
 
 from __future__ import annotations
@@ -81,7 +79,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     show.set_defaults(action="show")
     summary = "Search the best trees of given sizes: as if heads were independent, by whole paths, and walked."
     search = _add_action(actions, "search", summary)
-    _add_calibration(search)
+    search.add_argument("--calibration", type=Path, required=True, metavar="FILE", help="of `medusa calibrate`")
+    add_option(search, "--nodes N,N", sizes, "tree sizes, root included", NODES)
+    search.add_argument("--json", action="store_true", help="print one JSON object per size, with its trees")
     add_option(search, "--held-out FILE", Path, "a calibration on other prompts, to judge the trees by")
     add_option(
         search,
@@ -96,14 +96,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --save: which tree (default: walk; paths for a calibration without texts)",
     )
     search.set_defaults(action="search")
-    summary = "Measure the tokens per step on other prompts and compare them with what a calibration expects."
-    measure = _add_action(actions, "measure", summary)
-    _arguments.add_model(measure)
-    _arguments.add_template(measure)
-    _arguments.add_prompts(measure, prompt_tokens=False)
-    _add_calibration(measure)
-    _arguments.add_backend(measure)
-    measure.set_defaults(action="measure", tree=Tree([]))
 
 
 def _add_action(actions: Any, name: str, summary: str) -> argparse.ArgumentParser:
@@ -116,9 +108,3 @@ def _add_action(actions: Any, name: str, summary: str) -> argparse.ArgumentParse
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     return added
-
-
-def _add_calibration(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--calibration", type=Path, required=True, metavar="FILE", help="of `medusa calibrate`")
-    add_option(parser, "--nodes N,N", sizes, "tree sizes, root included", NODES)
-    parser.add_argument("--json", action="store_true", help="print one JSON object per size, with its trees")
