@@ -135,11 +135,3 @@ def test_a_revision_that_is_a_path_is_refused_before_the_hub_is_asked(
     with pytest.raises(ValueError, match=r"^revision: expected a branch, tag or commit on the hub, got"):
         read_heads("someone/heads", revision=revision)
     assert asked == []
-
-
-@pytest.mark.parametrize("revision", ["refs/pr/1", "release#1", "0123abcd" * 5])
-def test_any_valid_git_name_is_requested(tmp_path: Path, asked: list[Any], revision: str) -> None:
-    write_heads(MedusaHeads(6, 11, 2), tmp_path / "heads", base_model="someone/base", base_revision=revision)
-    with pytest.raises(AskedError):
-        load_base_model(read_heads(tmp_path / "heads"))
-    assert asked == [("someone/base", {"revision": revision})]

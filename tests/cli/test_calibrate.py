@@ -96,34 +96,6 @@ def _made(whole):
     return [name for name in json.loads(whole)["made"] if name not in ("texts", "tokens", "left_out")]
 
 
-def test_texts_may_be_sampled(capsys, file, heads):
-    argv = ["calibrate", "--model", str(heads), "--prompts", file, *LIMITS, "--temperature", "0.8", "--seed", "7"]
-    assert main(argv) == 0
-    assert "tokens, drawn at temperature 0.8)" in capsys.readouterr().out
-    first = json.loads((heads / "calibration.json").read_text())
-    settings = first["made"]["settings"]
-    assert (settings["temperature"], settings["seed"]) == (0.8, 7)
-    assert main([*argv[:-1], "8"]) == 0
-    assert json.loads((heads / "calibration.json").read_text())["texts"] != first["texts"]
-
-
-def test_an_interrupted_run_says_how_to_resume(capsys, file, heads, monkeypatch):
-    from medusa_decoding.calibration import collect as module
-
-    def interrupt(*args):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(module, "rank_answers", interrupt)
-    assert main(["calibrate", "--model", str(heads), "--prompts", file, *LIMITS]) == 130
-    place = heads / "calibration.json.progress"
-    assert f"progress is in {place}; continue with --resume" in capsys.readouterr().err
-    assert place.is_file()
-    # Without it, refused before the model is loaded.
-    monkeypatch.setattr("medusa_decoding.cli._arguments.load_model", lambda args: pytest.fail("loaded"))
-    assert main(["calibrate", "--model", str(heads), "--prompts", file, *LIMITS]) == 2
-    assert "--resume" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("argv", "words"),
     [

@@ -114,12 +114,6 @@ class TestAModelWithoutHeads:
             assert capsys.readouterr().out.strip("\n") == model_text("abc", 12).strip("\n")
         assert f"(`medusa train --init {plain} DATA` begins to train some)" in caplog.text
 
-    def test_eval_measures_it(self, capsys, checkpoint, tmp_path):
-        (tmp_path / "prompts.jsonl").write_text('{"prompt": "abc"}\n')
-        argv = ["eval", "--model", str(checkpoint / "base"), "--prompts", str(tmp_path / "prompts.jsonl"), "--rounds"]
-        out = run_json(capsys, *argv, "1", "--max-new-tokens", "8", "--template", "plain", "--no-transformers")
-        assert out["prompts"] == [str(tmp_path / "prompts.jsonl")]
-
     @pytest.mark.parametrize(
         ("argv", "words"),
         [

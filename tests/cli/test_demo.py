@@ -63,14 +63,3 @@ def test_other_heads_answer_questions_of_their_own(capsys, checkpoint, tmp_path)
     out = capsys.readouterr().out
     assert "checked" not in out
     assert "parameters is asked:\n\nxyz\n" in out
-
-
-def test_the_demo_says_which_trees_ran(capsys, checkpoint, monkeypatch):
-    monkeypatch.setattr(demo, "CHECKPOINT", checkpoint)
-    assert main(["demo", "--prompt", "xyz", "--max-new-tokens", "12", "--rounds", "1", "--tree", "auto"]) == 0
-    out = capsys.readouterr().out
-    assert "Medusa, auto" in out
-    said = re.search(r"tree: auto \(given by the caller\); share of the steps: (.*)", out).group(1)
-    shares = re.findall(r"(plain|\d+ nodes) (\d+)%", said)
-    assert abs(sum(int(share) for _, share in shares) - 100) <= 2 * len(shares)
-    assert "\x1b" not in out

@@ -39,22 +39,6 @@ def test_the_embedded_model_with_json_and_file(capsys, file, tmp_path):
     assert figures["prompts"] == [file]
 
 
-def test_tables_and_options(capsys, file, checkpoint):
-    argv = ["eval", "--model", str(checkpoint / "heads"), "--prompts", file, *ARGV]
-    assert main([*argv, "--categories", "code", "--turns", "1", "--no-transformers", "--rounds", "2"]) == 0
-    captured = capsys.readouterr()
-    head, row, *_ = captured.out.splitlines()
-    assert head.split("  ")[0].strip() == ""
-    assert "tokens per step" in head
-    assert "our plain loop" in head
-    assert "transformers" not in head
-    assert row.split()[:3] == ["all", "1", "1"]
-    assert "1/1" in row
-    assert "rounds 2" in captured.out
-    assert "head 3" in captured.out
-    assert "medusa:" not in captured.err
-
-
 def test_questions_are_wrapped_in_the_chat_template(capsys, chat, tmp_path):
     path = tmp_path / "asked.jsonl"
     path.write_text(json.dumps({"prompt": "hello"}) + "\n")

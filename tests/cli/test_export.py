@@ -43,24 +43,6 @@ def test_an_embedded_model_in_int8_writes_the_same_text(capsys, checkpoint, tmp_
     assert capsys.readouterr().out.rstrip("\n") in (model_text("abc", 8), "abc" + model_text("abc", 8))
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["--format", "original-v2"], "heads: expected a projection shared with lm_head for original-v2 .*, got own"),
-        (["--format", "native", "--out", "HEADS"], "folder: expected another one than what is read"),
-    ],
-)
-def test_bad_input_is_refused(capsys, checkpoint, tmp_path, argv, words):
-    heads = str(checkpoint / "heads")
-    given = ["--model", heads, "--out", str(tmp_path / "out"), *(heads if word == "HEADS" else word for word in argv)]
-    assert main(["export", *given]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    (line,) = [line for line in captured.err.splitlines() if line.startswith("medusa: ")]
-    assert re.search(words, line)
-    assert not (tmp_path / "out").exists()
-
-
 def test_a_tokenizer_is_fetched_at_the_heads_revision(tmp_path, monkeypatch):
     from argparse import Namespace
 

@@ -127,19 +127,6 @@ def test_chat_applies_the_template_to_the_first_user_turn(chat, prompts, run):
     assert "--chat with a system message" in run(heads=chat.heads, out="b.jsonl", code=2)
 
 
-def test_several_files_and_folders_are_read_in_order(run, prompts, tmp_path, checkpoint, capsys):
-    (tmp_path / "texts").mkdir()
-    for number, text in enumerate(TEXTS[:2]):
-        (tmp_path / "texts" / f"{number}.txt").write_text(text)
-    (tmp_path / "list.json").write_text(json.dumps(RECORDS[2:]))
-    argv = ["generate", "--model", checkpoint / "heads", "--prompts", tmp_path / "texts", tmp_path / "list.json"]
-    argv += ["--out", tmp_path / "o.jsonl", "--max-new-tokens", NEW]
-    assert main([str(word) for word in argv]) == 0
-    assert of(lines_of(tmp_path / "o.jsonl")) == alone(checkpoint)
-    err = capsys.readouterr().err
-    assert re.search(rf"{len(TEXTS)}/{len(TEXTS)} prompts \(100 %\), .* tokens/s, [\d.]+ per step", err)
-
-
 # --- resuming
 
 

@@ -44,15 +44,6 @@ def test_every_combination_and_the_limits_as_json(capsys):
     assert below[0] >= 1 > below[1]
 
 
-def test_a_table_for_people(capsys):
-    code, out, err = run(capsys, "--device", "a100-80", "--batch", "1,16", "--nodes", "1,64")
-    assert (code, err) == (0, "")
-    assert "vicuna-7b on a100-80 (312 TFLOP/s bfloat16, 1935 GB/s" in out
-    assert "where speculation pays:" in out
-    assert len([line for line in out.splitlines() if line.split()[:1] == ["1024"]]) == 4
-    assert "  prefix 1024, 64 nodes: batch 1 to " in out
-
-
 def test_accuracies_and_a_device_from_files(capsys, tmp_path):
     (tmp_path / "heads.json").write_text("[[0.5, 0.2], [0.4, 0.1]]")
     (tmp_path / "device.json").write_text('{"name": "mine", "flops": 1e13, "bandwidth": 1e12, "dtype": "float16"}')
@@ -66,23 +57,3 @@ def test_accuracies_and_a_device_from_files(capsys, tmp_path):
     # The second node is head 1's best; all six nodes: 0.7 + 0.7 * 0.5.
     assert [p["acceleration"] for p in result["points"][:3]] == pytest.approx([1, 1.5, 2.05])
     assert json.loads((tmp_path / "copy.json").read_text())["name"] == "mine"
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--device", "tpu"], "--device: expected one of a100-80, .* or a JSON file, got tpu"),
-        (["--nodes", "257"], "--nodes: expected at most 256, got 257"),
-        (["--accuracies", "{tmp}/bad.json"], "bad.json: expected JSON, got"),
-        (["--accuracies", "{tmp}/two.json", "--heads", "3"], "--heads: expected 2, as in .*two.json, got 3"),
-    ],
-)
-def test_bad_input_is_one_line_and_code_2(capsys, tmp_path, argv, message):
-    import re
-
-    (tmp_path / "bad.json").write_text("no")
-    (tmp_path / "two.json").write_text("[[0.5, 0.2], [0.4, 0.1]]")
-    code, out, err = run(capsys, *(argument.format(tmp=tmp_path) for argument in argv))
-    assert (code, out) == (2, "")
-    assert re.search(message, err)
-    assert len(err.splitlines()) == 1

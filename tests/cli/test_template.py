@@ -123,30 +123,12 @@ def test_an_answer_in_other_tokens_is_reused_entirely():
     assert splice(MERGING, known, fresh) == known + ids("<|start|>", "s")
 
 
-def test_after_an_answer_in_other_tokens_the_next_question_is_encoded_as_usual():
-    """It begins like the previous one, and is reused only as far as its text is the same."""
-    known = ids("<|start|>", "a", "i", "n", "<|end|>") + MERGING("rin<|start|>s")["input_ids"]
-    fresh = MERGING("<|start|>ain<|end|>rail")["input_ids"]
-    following = MERGING("<|end|>rail")["input_ids"]
-    assert splice(MERGING, known, fresh) == ids("<|start|>", "a", "i", "n") + following
-
-
 def test_an_answer_with_another_text_is_reused_up_to_the_difference():
     """A template may cut off text: here the spaces at an answer's end."""
     known = ids("<|start|>", "i", "n", "\u0120", "<|end|>")
     fresh = MERGING("<|start|>in<|end|>s")["input_ids"]
     assert fresh == ids("<|start|>", "in", "<|end|>", "s")
     assert splice(MERGING, known, fresh) == ids("<|start|>", "i", "n", "<|end|>", "s")
-
-
-def test_characters_of_several_tokens_are_found():
-    """Incomplete bytes are decoded to one mark each: a text with fewer tokens may have more characters."""
-    tokenizer = TOKENIZERS["sentencepiece"][0]
-    euros = tokenizer.convert_tokens_to_ids(["<0xE2>", "<0x82>", "<0xAC>"]) * 10
-    known = tokenizer.convert_tokens_to_ids(["<s>", "a", "b"]) + euros
-    fresh = tokenizer.convert_tokens_to_ids(["<s>", "ab"]) + euros + tokenizer.convert_tokens_to_ids(["c"])
-    assert fresh[: len(known) - 1] != known[:-1]
-    assert splice(tokenizer, known, fresh) == known + tokenizer.convert_tokens_to_ids(["c"])
 
 
 class Spelling:

@@ -88,18 +88,6 @@ def test_a_point_by_hand() -> None:
     assert point.speedup == pytest.approx((1 + 0.477 * math.log(16)) * plain / step)
 
 
-def test_heads_with_a_large_vocabulary_of_their_own_cost_more_than_shared_ones() -> None:
-    shape = SHAPES["llama-3-8b"]
-    own, shared, trimmed = (
-        simulation(shape=shape, heads=heads).point(1, 1024, 16).overhead
-        for heads in (HeadShape(5), HeadShape(5, shared=True), HeadShape(5, vocabulary=8192))
-    )
-    assert own > shared > 1
-    assert own > trimmed > 1
-    # DESIGN of the project: five own projections read 36 % of what a plain step reads.
-    assert own == pytest.approx(1.36 + 0.02, abs=0.03)
-
-
 @given(low=st.integers(1, 300), length=st.integers(0, 300), most=st.integers(1, 500))
 def test_a_range_that_begins_at_1_or_lasts_to_the_end_is_found_exactly(low: int, length: int, most: int) -> None:
     assert paying(lambda x: 1.0 if x <= low else 0.0, most) == [(1, min(low, most))]

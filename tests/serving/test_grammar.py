@@ -195,14 +195,6 @@ def test_a_text_that_leaves_the_grammar_is_an_error(tokenizer, grammars):
         allowed(grammars_used := grammars.json()(), [5, 6]), allowed(grammars_used, [5])
 
 
-def test_a_minimum_length_beyond_the_schema_is_an_error_of_generate(demo, grammars):
-    with pytest.raises(ValueError, match=r"^grammar: expected a token that may follow at new token \d+, got none"):
-        demo.generate(
-            torch.tensor([[5]]), min_new_tokens=30, max_new_tokens=40, eos_token_id=END,
-            logits_processor=[grammars.json({"const": 1})()],
-        )  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("schema", "words"),
     [

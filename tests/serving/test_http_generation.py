@@ -8,10 +8,6 @@ import openai
 import pytest
 import torch
 
-from medusa_decoding.serving.http.answers import Choice, Part, ShownToken
-from medusa_decoding.serving.http.events import CompletionForm
-from medusa_decoding.serving.ticket import TokenLogprobs
-
 QUESTION = "Write a class Job with name: str and priority: int that is sorted by priority."
 OTHER = "Write a command line parser with path and --verbose."
 UNKNOWN = "Tell me about numbers."  # the model has not learnt this: its distribution is flat
@@ -209,16 +205,6 @@ def test_the_chosen_token_is_among_the_top_log_probabilities(server, count):
     places = list(zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True))
     assert all(top[token] == logprob and len(top) in (max(count, 1), count + 1) for token, logprob, top in places)
     assert any(len(top) == count + 1 for *_, top in places)  # an unlikely token
-
-
-def test_the_chosen_one_of_two_tokens_with_the_same_text_is_listed():
-    class Texts:
-        text = staticmethod({7: "a", 8: "a", 9: "b"}.get)
-
-    shown = [ShownToken(8, TokenLogprobs(-2.0, [(9, -0.5), (7, -1.0)]), 0)]
-    choice = Choice(0, None, None, [Part(0, 0, 1, "a", [], shown, "stop")], finish="stop")
-    [body] = CompletionForm("demo", Texts, True).response([choice], {})["choices"]
-    assert body["logprobs"]["top_logprobs"] == [{"b": -0.5, "a": -2.0}]
 
 
 def test_an_echo_scores_the_prompt_as_the_model_does(server, written, tokenizer, demo):

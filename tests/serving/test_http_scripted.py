@@ -13,6 +13,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from medusa_decoding.chat.template import ChatTemplate, PromptEncoder
+from medusa_decoding.serving.http import responses
 from medusa_decoding.serving.http.token_text import TokenBytes
 
 END = 0
@@ -115,6 +116,37 @@ def test_stop_strings_with_special_tokens_are_found_and_not_shown(scripted, enco
         assert {chat.finish_reason, done.finish_reason, chunks[-1].finish_reason} == {"stop"}
         tokens = "".join(entry.token for entry in chat.logprobs.content)
         assert tokens.replace("<|assistant|>", "").replace("<|user|>", "").startswith(kept)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (CHAT, {"messages": MESSAGES}),
+        (CHAT, {"messages": MESSAGES, "tools": TOOLS, "logprobs": True, "top_logprobs": 2}),
+        (TEXT, {"prompt": "x"}),
+        (TEXT, {"prompt": "x", "echo": True, "logprobs": 2}),
+        ("/tokenize", {"prompt": "x", "return_token_strs": True}),
+        ("/detokenize", {"tokens": [5]}),
+        ("/v1/models", None),
+        ("/v1/models/{model}", None),
+    ],
+)
+def test_responses_have_the_fields_of_the_schema(scripted, tool_template, path, fields):
+    def check(body, kind="application/json"):
+        model = getattr(responses, described[kind]["schema"]["$ref"].rpartition("/")[2])
+        assert model.model_validate(body, strict=True).model_dump(exclude_unset=True) == body
+
+    with live(scripted(HERMES), tool_template) as server:
+        operation = httpx.get(f"{server.url}/openapi.json").json()["paths"][path]["post" if fields else "get"]
+        described, where = operation["responses"]["200"]["content"], server.url + path.format(model="demo")
+        answer = httpx.get(where) if fields is None else httpx.post(where, json={"model": "demo", **fields}, timeout=60)
+        check(answer.json())
+        if path in (CHAT, TEXT):
+            streamed = {"model": "demo", "stream": True, "stream_options": {"include_usage": True}, **fields}
+            *events, done = httpx.post(where, json=streamed, timeout=60).text.split("\n\n")[:-1]
+            assert done == "data: [DONE]"
+            for event in events:
+                check(json.loads(event.removeprefix("data: ")), "text/event-stream")
 
 
 def test_a_chat_template_gets_variables_of_the_request(scripted, tokenizer, tmp_path):

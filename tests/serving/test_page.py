@@ -46,25 +46,6 @@ def test_compare_with_plain_decoding(page, serve):
     assert float(ratio[1]) > 1.2
 
 
-def test_settings(page, serve):
-    server = serve({"go": Reply(STEPS, finish="length")})
-    ask(page, "go")
-    message = {"role": "user", "content": "go"}
-    assert server.requests == [{"model": "scripted", "messages": [message], "stream": True}]
-    assert "maximum number of tokens" in page.text(".note")
-    page.click("#new")
-    for name, value in {"temperature": "0.7", "max_tokens": "50", "seed": "3", "system": "Be brief."}.items():
-        page.type(f"#{name}", value)
-    ask(page, "go")
-    messages = [{"role": "system", "content": "Be brief."}, message]
-    chosen = {"temperature": 0.7, "max_tokens": 50, "seed": 3}
-    assert server.requests[1] == {"model": "scripted", "messages": messages, "stream": True, **chosen}
-    page.run("document.querySelector('#temperature').value = '3'; document.querySelector('#settings').open = false")
-    page.type("#message", "go" + ENTER)
-    page.wait(lambda: page.shown("#temperature"))
-    assert len(server.requests) == 2
-
-
 @pytest.mark.parametrize("way", ["button", "escape", "new chat"])
 def test_stop(page, serve, way):
     server = serve({"slow": Reply([["word "]] * 200, delay=0.02), "next": Reply(STEPS)})

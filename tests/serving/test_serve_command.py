@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -150,17 +149,6 @@ def test_bad_arguments_are_refused_before_anything_is_loaded(capsys, monkeypatch
         code = end.code
     assert code == 2
     assert words in capsys.readouterr().err
-
-
-def test_a_port_in_use_is_named(capsys):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        assert main(["serve", "--port", str(port)]) == 2
-    err = capsys.readouterr().err
-    assert f"127.0.0.1:{port}" in err
-    assert len(err.splitlines()) == 1
 
 
 @pytest.mark.parametrize("library", ["fastapi", "llguidance"])
