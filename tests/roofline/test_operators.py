@@ -15,7 +15,6 @@ from medusa_decoding.roofline.shapes import SHAPES, HeadShape, ModelShape, shape
 
 # b = 2, q = 3, s = 5, n = 4 heads of d = 8, h = 32, i = 48.
 SMALL = ModelShape("small", hidden=32, intermediate=48, layers=2, heads=4, kv_heads=2, head_dim=8, vocabulary=100)
-UNIT = Device("unit", flops=1.0, bandwidth=1.0, dtype="bfloat16")
 
 
 def test_projections_as_in_table_5() -> None:

@@ -9,8 +9,6 @@ from browser import ENTER, ESCAPE
 from fake_server import PAGE, Reply
 from page_fixtures import STEPS, TEXT, ask, contents, figures, open_page, serve_replies, start_window  # noqa: F401
 
-EXAMPLE = "Write a class Job with name: str and priority: int that is sorted by priority."
-
 
 def test_every_step_has_a_colour(page, serve):
     serve({"go": Reply(STEPS)})
