@@ -6,8 +6,8 @@ In two-stage training (2.2.2, B.3) a first stage trains the heads alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -168,26 +168,3 @@ class Progress:
     done: int = 0
     tokens: int = 0
     seconds: float = 0.0
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any], stages: Sequence[Stage]) -> Progress:
-        """Read the state of a checkpoint.
-
-        Raises:
-            ValueError: it is not a point of a run of these stages.
-        """
-        names = [one.name for one in fields(cls)]
-        stage, step, done, tokens, seconds = (state[name] for name in names)
-        if (
-            any(type(state[name]) is not int for name in names[:-1])
-            or not 0 <= stage < len(stages)
-            or not 0 <= step <= stages[stage].steps
-            or done != step + sum(before.steps for before in stages[:stage])
-            or tokens < 0
-            or not isinstance(seconds, (int, float))
-            or not 0 <= seconds < math.inf
-        ):
-            got = ", ".join(f"{name} {state[name]!r:.40}" for name in names)
-            steps = sum(one.steps for one in stages)
-            raise ValueError(f"expected a place in this run's {steps} steps, got {got}")
-        return cls(stage, step, done, tokens, float(seconds))

@@ -34,8 +34,6 @@ from medusa_decoding.training.loop.processes import Processes, fill, own, whole
 from medusa_decoding.training.loop.saving import (
     STATE,
     Checkpoints,
-    check_optimiser,
-    check_weights,
     damaged,
     read_state,
     restore_random,
@@ -74,19 +72,9 @@ class Best:
         return {"step": self.step, "measured": self.measured.to_json(), "later": self.later}
 
     @classmethod
-    def from_json(cls, values: Any, done: int) -> Best:
-        """Read what `to_json` returned, in a run of `done` steps so far.
-
-        Raises:
-            ValueError: anything else.
-        """
-        try:
-            step, measured, later = values["step"], Measured.from_json(values["measured"]), values["later"]
-        except (KeyError, TypeError) as error:
-            raise ValueError(f"best: expected step, measured and later, got {values!r:.80}") from error
-        if type(step) is not int or type(later) is not int or not 0 < step <= done or not 0 <= later < done:
-            raise ValueError(f"best: expected a step of the {done} so far, got {step!r:.40} and {later!r:.40} later")
-        return cls(step, measured, later, {})
+    def from_json(cls, values: Mapping[str, Any]) -> Best:
+        """Read what `to_json` returned."""
+        return cls(values["step"], Measured.from_json(values["measured"]), values["later"], {})
 
 
 @dataclass
@@ -428,36 +416,25 @@ class Trainer:
             raise ValueError(f"{path}: expected a run with {has} weights, got one with {had} weights")
         if state["data"] != self._data:
             raise ValueError(f"{path}: expected a run on these very rows, got one on others: the data has changed")
-        try:
-            self.at = Progress.from_state(state, self.stages)
-            self.measured = None if state["measured"] is None else Measured.from_json(state["measured"])
-            best = state.get("best")  # older checkpoints have none
-            self.best = None if best is None else Best.from_json(best, self.at.done)
-        except ValueError as error:
-            raise damaged(path, f"{STATE}: {error}") from error
+        self.at = Progress(**{name: state[name] for name in vars(self.at)})
+        self.measured = None if state["measured"] is None else Measured.from_json(state["measured"])
+        best = state.get("best")  # older checkpoints have none
+        self.best = None if best is None else Best.from_json(best)
         weights, optimiser, numbers, kept = self.checkpoints.load(path, state)
         if self.at.stage > 0:
             self._begin_stage(self.stages[self.at.stage])
-        self._restore(path, weights, optimiser)
+        self._restore(weights, optimiser)
         if self.best is not None:
             self.best.weights = self._copies()
             if self.best.step < self.at.done:
-                check_weights(path, kept, self.best.weights, self.checkpoints.best_name)
                 self.best.weights = kept
-        try:
-            restore_random(numbers, self.processes.device)
-        except Exception as error:  # each generator raises its own type
-            raise damaged(path, f"random-{self.processes.rank}.pt: {error!r:.200}") from error
+        restore_random(numbers, self.processes.device)
         if self.processes.main:
             cut_log(self.folder, self.at.done)
 
-    def _restore(self, path: Path, weights: Mapping[str, Tensor], saved: dict[str, Any]) -> None:
-        named = self._named()
-        check_weights(path, weights, named)
-        if not self.processes.sharded:
-            check_optimiser(path, saved, self.optimiser, self.schedule, self.at.step)
+    def _restore(self, weights: Mapping[str, Tensor], saved: dict[str, Any]) -> None:
         with torch.no_grad():
-            for name, weight in named.items():
+            for name, weight in self._named().items():
                 fill(weight, weights[name])
         self.processes.load_optimiser_state(self.objective, self.optimiser, saved["optimiser"])
         self.schedule.load_state_dict(saved["schedule"])
