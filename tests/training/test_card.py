@@ -83,9 +83,7 @@ def test_local_paths_are_not_written_as_hub_names(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "chats.jsonl").write_text("")
     local = config(model={"name": str(tmp_path / "model")}, data={"train": [{"path": str(tmp_path / "chats.jsonl")}]})
-    text = card_text(facts(config=local))
-    assert set(front_matter(text)) == {"library_name", "tags"}
-    assert "# Medusa heads for model\n" in text
+    assert set(front_matter(card_text(facts(config=local)))) == {"library_name", "tags"}
 
 
 def test_accuracies_and_expected_tokens_by_hand():
@@ -130,19 +128,11 @@ def test_data_sources_and_bad_records_are_listed():
     [
         # Records without top_k or the generation config are older.
         ({"temperature": 0.3, "top_p": 1.0}, None, "drawn at temperature 0.3,"),
-        ({"temperature": 0.7, "top_p": 0.9, "top_k": 20}, None, "drawn at temperature 0.7, top-p 0.9, top-k 20,"),
-        ({"temperature": 0.0, "top_p": 0.9}, None, "greedy,"),
-        ({"temperature": 0.0}, {"do_sample": False, "temperature": 0.6}, "greedy,"),
         ({"temperature": None}, {"temperature": 0.6}, "greedy (its generation config),"),
         (
             {"temperature": None, "top_k": 0},
             {"do_sample": True, "top_k": 0, "min_p": 0.05},
             "drawn at temperature 1, min-p 0.05 (its generation config),",
-        ),
-        (
-            {"temperature": 0.7, "top_p": None},
-            {"do_sample": True, "temperature": 0.7, "top_p": 0.9},
-            "drawn at temperature 0.7, top-p 0.9,",
         ),
     ],
 )
@@ -167,10 +157,7 @@ def test_settings_that_differ_from_the_paper_and_all_settings_are_listed():
     # A value that only the method changes counts as its default.
     text = card_text(facts(config=config(method="medusa-2", lora={"rank": 8})))
     assert {row[0]: row[1:3] for row in table(text, ["setting"])[1:]} == {"lora.rank": ["8", "32"]}
-    assert front_matter(text)["tags"][-1] == "medusa-2"
-    text = card_text(facts(config=config()))
-    assert "The defaults of medusa-1." in text
-    assert "| setting" not in text
+    assert "The defaults of medusa-1." in card_text(facts(config=config()))
 
 
 def test_training_and_origin():
@@ -183,20 +170,14 @@ def test_training_and_origin():
     made = [["torch", "2.13.0"], ["transformers", "5.23.0"], ["machine", "a|b"]]
     assert table(text, ["", "version"])[1:] == made
     assert "`../model`" in text
-    assert "Use them with that model only." in card_text(facts())
-    assert "The heads are those of" not in text
     assert "The heads are those of step 20: of all that were measured" in card_text(facts(best_step=20))
-    assert "| version |" not in card_text(facts(versions={}))
     few = card_text(facts(losses=[(1, 2.0), (2, float("nan")), (3, 1.0)]))
     assert table(few, ["step", "training loss"])[1:] == [["1", "2"], ["2", "nan"], ["3", "1"]]
 
 
-@pytest.mark.parametrize("template", ["echo ```", "a ````b"])
-def test_a_fence_is_longer_than_its_content(template):
-    own = config(data={"template": template})
-    text = card_text(facts(config=own))
-    fence = re.search(rf"^(`+)yaml\n{re.escape(own.to_yaml())}\1$", text, re.MULTILINE)[1]
-    assert len(fence) > max(map(len, re.findall("`+", template)))
+def test_a_fence_is_longer_than_its_content():
+    own = config(data={"template": "a ````b"})
+    assert f"\n`````yaml\n{own.to_yaml()}`````\n" in card_text(facts(config=own))
 
 
 def test_special_characters_are_escaped():
@@ -218,30 +199,9 @@ def test_files_are_replaced_and_reproducible(tmp_path):
     assert (tmp_path / "accuracy.png").read_bytes() != first["accuracy.png"]
 
 
-def test_the_plot_shows_loss_and_accuracies(tmp_path, monkeypatch):
-    figures = pytest.importorskip("matplotlib.figure", reason="the extra 'bench' is not installed")
-    drawn = []
-    monkeypatch.setattr(figures.Figure, "savefig", lambda self, path, **_: (drawn.append(self), path.touch()))
-    write_card(tmp_path, facts())
-    [figure] = drawn
-    heads, loss = figure.axes
-    assert [list(line.get_ydata()) for line in heads.lines] == [[50.0, 75.0], [25.0, 50.0]]
-    assert [list(line.get_xdata()) for line in heads.lines] == [[1, 2], [1, 2]]
-    assert [list(line.get_ydata()) for line in loss.lines] == [[10 / step for step in range(1, 42)]]
-
-
-def test_without_matplotlib_no_card_is_written(tmp_path, monkeypatch, root):
+def test_without_matplotlib_no_card_is_written(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     for call in (check_plotting, lambda: write_card(tmp_path, facts())):
-        with pytest.raises(ModuleNotFoundError, match=r"matplotlib: expected the library") as error:
+        with pytest.raises(ModuleNotFoundError, match=r"matplotlib: expected the library"):
             call()
     assert list(tmp_path.iterdir()) == []
-    # The extra that the message names holds it.
-    extra = re.search(r"medusa-kernels\[(\w+)\]", str(error.value))[1]
-    project = (root / "pyproject.toml").read_text()
-    assert '"matplotlib"' in re.search(rf"^{extra} = \[(.*?)\]", project, re.MULTILINE | re.DOTALL)[1]
-
-
-def test_a_missing_folder_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match=r"folder: expected one that exists, got .*nowhere"):
-        write_card(tmp_path / "nowhere", facts())

@@ -101,7 +101,7 @@ def test_hub_names_are_passed_to_the_library(monkeypatch):
         read("no/such")
 
 
-@pytest.mark.parametrize("path", ["data/missing.jsonl", "/no/such/folder", "what is this?", "../up", "~nobody-here/a"])
+@pytest.mark.parametrize("path", ["data/missing.jsonl", "/no/such/folder", "~nobody-here/a"])
 def test_a_source_that_does_not_exist_is_named(path):
     with pytest.raises(ValueError, match=r"expected a file, a folder or a hub name, got "):
         read(path)
@@ -122,29 +122,26 @@ def test_truncated_files_and_unknown_extensions_are_named(tmp_path):
 BAD = {
     "{": "not JSON (Expecting property name enclosed in double quotes)",
     "[" * 100_000: "not JSON that can be read (nested too deeply)",
+    '{"text": ' + "7" * 5000 + "}": "not JSON that can be read (an integer of too many digits)",
     "[1]": "expected a record with named fields, got list",
-    '{"turns": []}': "turns is not a list of turns",
     '{"id": 3}': "none of the keys turns, conversations, conversation, messages, prompt, instruction, question, "
     "chosen, text, but id",
     '{"conversations": "Hi"}': "conversations is not a list of turns",
-    '{"messages": []}': "messages is not a list of turns",
     '{"messages": ["Hi"]}': "turn 1 has no named fields",
     '{"conversations": [{"from": "wizard", "value": "x"}]}': "turn 1 has an unknown from: 'wizard'",
-    '{"messages": [{"role": 5, "content": "x"}]}': "turn 1 has an unknown role: 5",
     '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant"}]}': "the content of turn 2 is not text",
     '{"conversations": [{"from": "human", "value": " \\n"}]}': "the value of turn 1 is empty",
     '{"messages": [{"role": "assistant", "content": "x"}]}': "no user turn",
-    '{"messages": [{"role": "user", "content": "x"}]}': "no answer to learn: a prompt alone",
-    '{"text": 5}': "text is not text",
     '{"prompt": "Hi", "text": "Roses are red."}': "no answer to learn: a prompt alone",
     '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": null, "function_call": {"name": '
     '"weather", "arguments": "city=Rome"}}]}': "the arguments of a tool call in turn 2 are not a JSON object",
     '{"text": "a \\ud800 b"}': "text holds half a surrogate pair",
-    '{"messages": [{"role": "user", "content": [{"type": "image"}]}]}': "the content of turn 1 is not text",
     '{"messages": [{"role": "assistant", "content": "x", "weight": 0.5}]}': "the weight of turn 1 is neither 0 nor 1",
     '{"messages": [{"role": "assistant", "content": null, "tool_calls": [{}]}]}': "a tool call of turn 1 has no name",
-    '{"instruction": "x", "context": ["y"], "response": "z"}': "context is not text",
-    '{"instruction": "x", "history": ["y"], "response": "z"}': "turn 1 has no named fields",
+    '{"text": "ab", "input_ids": [1, -1], "learnt": [[0, 1]]}': "input_ids is not a list of token ids",
+    '{"text": "ab", "input_ids": [1, 2], "learnt": [[2, 1]]}': "learnt is not a list of spans [start, end] in order",
+    '{"text": "ab", "input_ids": [1, 2], "learnt": [[1, 6]]}': "learnt reaches beyond input_ids",
+    '{"text": "ab", "input_ids": [1, 2], "learnt": []}': "tokenizer is not text",
 }
 
 
@@ -182,29 +179,17 @@ CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city"
 S, U, A = ("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello")
 # Records as the data sets and programs named have them, and what they say: role and content of each turn.
 FORMATS = {
-    "Dolly": (
-        {"instruction": "Why?", "context": "It rains.", "response": "So.", "category": "closed_qa"},
-        [("user", "Why?\n\nIt rains."), ("assistant", "So.")],
-    ),
     "SQuAD": ({"question": "Why?", "context": "It rains.", "id": "a1"}, [("user", "Why?\n\nIt rains.")]),
     "OpenOrca": ({"id": "t0.1", "system_prompt": "Be brief.", "question": "Hi", "response": "Hello"}, [S, U, A]),
-    "ShareGPT with a system message": ({"system": "Be brief.", **sharegpt("Hi", "Hello")}, [S, U, A]),
     "a system message of its own": ({"system": "Be brief.", "messages": [{"role": "system", "content": "Be brief."},
         *MESSAGES["messages"]]}, [S, U, A]),
-    "LLaMA-Factory's Alpaca": (
-        {"instruction": "And?", "input": "", "output": "No.", "system": "Be brief.", "history": [["Hi", "Hello"]]},
-        [S, U, A, ("user", "And?"), ("assistant", "No.")],
-    ),
     "Alpaca, all in the input": ({"instruction": "", "input": "Hi", "output": "Hello"}, [U, A]),
     "SpecForge": ({"id": "1", "conversations": MESSAGES["messages"]}, [U, A]),
-    "messages of from and value": ({"messages": sharegpt("Hi", "Hello")["conversations"]}, [U, A]),
-    "LMSYS": ({"conversation": MESSAGES["messages"], "model": "vicuna", "turn": 1, "language": "English"}, [U, A]),
     "XTuner": ({"conversation": [{"system": "Be brief.", "input": "Hi", "output": "Hello"}]}, [S, U, A]),
     "ms-swift": ({"system": "Be brief.", "conversation": [{"human": "Hi", "assistant": "Hello"}]}, [S, U, A]),
     "TRL, prompt and completion": (
         {"prompt": MESSAGES["messages"][:1], "completion": MESSAGES["messages"][1:]}, [U, A]
     ),
-    "TRL, preferences": ({"chosen": MESSAGES["messages"], "rejected": [*MESSAGES["messages"], "?"]}, [U, A]),
     "TRL, preferences with a prompt": (
         {"prompt": MESSAGES["messages"][:1], "chosen": MESSAGES["messages"][1:], "rejected": []}, [U, A]
     ),
@@ -212,7 +197,6 @@ FORMATS = {
         {"prompt": [{"role": "system", "content": S[1]}, MESSAGES["messages"][0]], "chosen": MESSAGES["messages"]},
         [S, U, A],
     ),
-    "a prompt that is repeated": ({"prompt": "Hi", "chosen": MESSAGES["messages"], "rejected": "No"}, [U, A]),
     "OpenAI's developer and parts": (
         {"messages": [{"role": "developer", "content": "Be brief."},
                       {"role": "user", "content": [{"type": "input_text", "text": "H"}, "i"]},
@@ -271,10 +255,7 @@ def test_text_that_is_not_read_is_counted_by_its_key(tmp_path, caplog):
         tmp_path / "a.jsonl",
         MESSAGES | said,
         MESSAGES | {"persona": "a pirate", "system": None, "options": [{"b": "yes"}], "text": "USER: Hi, BOT: Hello"},
-        {
-            "messages": [MESSAGES["messages"][0], MESSAGES["messages"][1] | {"thinking": "Well"}],
-            "persona": "x",
-        },
+        {"messages": [MESSAGES["messages"][0], MESSAGES["messages"][1] | {"thinking": "Well"}], "persona": "x"},
         {"system": "Be brief.", "messages": [{"role": "system", "content": "Speak."}, *MESSAGES["messages"]]},
         {"text": "Once.", "context": "A tale."},
         {"prompt": "Hi", "context": "A tale.", "history": [["One?", "Two"]], "chosen": MESSAGES["messages"]},
@@ -323,11 +304,9 @@ SAID = {
     "instruction, input, output": (["Translate to French.\n\nGood day"], "Bonjour", None),
     "text": ([], None, "A heap is a tree in an array."),
     "index, prompt, response, finish, prompt_tokens, new_tokens, steps, source": (
-        ["What is a heap?"],
-        "A tree in an array.",
-        None,
+        ["What is a heap?"], "A tree in an array.", None
     ),
-}
+}  # fmt: skip
 
 
 def documented():
@@ -336,7 +315,7 @@ def documented():
     return {", ".join(json.loads(line)): line for line in lines}
 
 
-@pytest.mark.parametrize("keys", SAID)
+@pytest.mark.parametrize("keys", documented())
 def test_every_command_reads_the_documented_lines_alike(tmp_path, keys):
     path = write_lines(tmp_path / "a.jsonl", documented()[keys])
     asked, answer, text = SAID[keys]
@@ -354,10 +333,6 @@ def test_every_command_reads_the_documented_lines_alike(tmp_path, keys):
     else:
         assert [record.text for record in learnt] == [text]
         assert [turn["content"] for turn in learnt[0].messages][-1:] == ([] if answer is None else [answer])
-
-
-def test_every_documented_line_is_tested():
-    assert set(documented()) == set(SAID)
 
 
 def test_a_prompt_next_to_a_text_is_its_beginning_and_an_instruction_is_not(tmp_path):
@@ -417,28 +392,14 @@ def test_too_many_bad_records_are_an_error_that_lists_them():
     report.reject("b:1", "not JSON")
     with pytest.raises(ValueError, match=r"at most 1.00% bad records, got 3 of 200 records bad \(1.50%\)") as caught:
         report.check(0.01)
-    lines = str(caught.value).splitlines()
-    assert lines[1:] == [
-        "  2 x no user turn",
-        "  1 x not JSON",
-        "  a:7: no user turn",
-        "  a:9: no user turn",
-        "  b:1: not JSON",
-    ]
+    lines = ["2 x no user turn", "1 x not JSON", "a:7: no user turn", "a:9: no user turn", "b:1: not JSON"]
+    assert str(caught.value).splitlines()[1:] == [f"  {line}" for line in lines]
     with pytest.raises(ValueError, match="expected at least one record, got none"):
         Report().check(0.5)
-    report = Report(read=1)
-    report.reject("a:1", "x")
-    with pytest.raises(ValueError, match="1 of 1 records bad"):
-        report.check(0.999)
-
-
-def test_listed_examples_are_bounded_and_counts_are_complete():
-    report = Report(read=1000)
     for line in range(500):
         report.reject(f"a:{line}", "not JSON")
     assert len(report.examples) == 20
-    assert report.bad == {"not JSON": 500}
+    assert report.bad["not JSON"] == 501
 
 
 def test_a_prompt_is_never_in_both_training_and_held_out_data():

@@ -3,7 +3,6 @@
 import json
 import threading
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -223,19 +222,10 @@ def test_neither_the_batch_nor_the_heads_change_a_record(generate, chatml, setti
 
 def test_sampling_depends_on_the_seed_the_record_index_and_the_turn(generate, chatml):
     model = language_model(chatml)
-    same = records([chat("Hello", "x", "Hello", "y")] * 6)
-    lines = generate(model, chatml, same, DRAWN, "a")
-    texts = [line["input_ids"] for line in sorted(lines, key=lambda line: line["seed"]["number"])]
-    assert len({tuple(ids) for ids in texts}) == 6
-    other = generate(model, chatml, same, replace(DRAWN, seed=1), "b")
-    assert not {tuple(line["input_ids"]) for line in other} & {tuple(ids) for ids in texts}
-
-
-def test_turns_draw_different_random_numbers(generate, chatml):
-    model = language_model(chatml)
+    same = records([chat("Hello", "x", "And?", "y")] * 4)
     # All tokens are about equally likely, so that equal random numbers would give equal tokens after any prefix.
     settings = replace(DRAWN, temperature=1e6, top_p=1.0)
-    lines = generate(model, chatml, records([chat("Hello", "x", "And?", "y")] * 4), settings)
+    lines = generate(model, chatml, same, settings, "a") + generate(model, chatml, same, replace(settings, seed=1), "b")
     answers = [line["input_ids"][start:end][:8] for line in lines for start, end in line["learnt"]]
     for place, one in enumerate(answers):
         for other in answers[:place]:
@@ -352,12 +342,9 @@ def test_records_of_other_settings_models_heads_and_seeds_are_not_mixed(generate
     heads = heads_of(model)
     cases = [
         (model, None, replace(GREEDY, temperature=0.5), {}, r"(decoding|generation.temperature): expected .* got"),
-        (model, None, replace(GREEDY, seed=4), {}, "generation.seed: expected 0 like the records .* got 4"),
         (other, None, GREEDY, {}, "model: expected [0-9a-f]{16} like the records that are there"),
         (model, heads, GREEDY, {}, "heads: expected None like .* got [0-9a-f]{16}"),
         (model, None, GREEDY, {"turns": "each"}, "turns: expected joint like the records"),
-        (model, None, GREEDY, {"length": 99}, "length: expected 160 like the records"),
-        (model, None, GREEDY, {"template": "plain"}, "(decoding|template): expected .* like the records"),
     ]
     for which, with_heads, settings, options, message in cases:
         with pytest.raises(ValueError, match=message):
@@ -374,8 +361,12 @@ def test_a_damaged_line_is_named(generate, chatml):
     model = language_model(chatml)
     generate(model, chatml, records())
     lines = generate.path.read_bytes().splitlines(keepends=True)
-    generate.path.write_bytes(b"".join([lines[0], b"{}\n", *lines[2:]]))
-    with pytest.raises(ValueError, match=r"out.jsonl:2: expected a generated record, got another line"):
+    for line in (b"{}", lines[1].replace(b'"learnt": [[', b'"learnt": [[-')):
+        generate.path.write_bytes(b"".join([lines[0], line.strip() + b"\n", *lines[2:]]))
+        with pytest.raises(ValueError, match=r"out.jsonl:2: expected a generated record, got another line"):
+            generate(model, chatml, records(), resume=True)
+    companion(generate.path, "settings").write_text("[]")
+    with pytest.raises(ValueError, match=r"out.jsonl.settings: expected a JSON object"):
         generate(model, chatml, records(), resume=True)
 
 
@@ -437,23 +428,19 @@ def test_texts_are_continued(generate, kind):
         assert line["input_ids"] == prompt + answer
         assert line["learnt"] == [[len(prompt), len(prompt) + len(answer)]]
     (first, *_) = read_records([SourceConfig(str(generate.path))], Report())
-    line = json.loads(generate.path.read_text().splitlines()[0])
-    assert first.prompt == tokenizer.decode(line["input_ids"][: line["learnt"][0][0]])
     (example,) = ChatEncoder(tokenizer, "plain").encode(first)
     assert example.is_text
 
 
 @pytest.mark.parametrize(
     ("template", "kind"),
-    [(CHATML, "bytes"), (CHATML, "marks"), (INST, "bytes"), (INST, "marks"), (SPACED, "bytes"), ("vicuna", "bytes"),
-     ("vicuna", "marks"), ("plain", "marks")],
-)  # fmt: skip
-@pytest.mark.parametrize("way", [marked, unmarked])
-def test_templates_that_keep_answers_continue_after_them(generate, template, kind, way):
+    [(CHATML, "bytes"), (INST, "marks"), (SPACED, "bytes"), ("vicuna", "marks"), ("plain", "marks")],
+)
+def test_templates_that_keep_answers_continue_after_them(generate, template, kind):
     """The tokens that the template adds are those it has around any answer; the answers are the model's."""
     own = template not in ("vicuna", "plain")
     end = "<|im_end|>" if template == CHATML else "</s>"
-    tokenizer = toy.tokenizer(kind, way(template) if own else None, eos_token=end)
+    tokenizer = toy.tokenizer(kind, marked(template) if own else None, eos_token=end)
     model = language_model(tokenizer, end=tokenizer.eos_token_id)
     seeds = records([chat("How are you?", "x", "Count to three.", "y"), chat("Hello", "x", "And?", "y")])
     lines = generate(model, tokenizer, seeds, replace(GREEDY, turns=2), template="auto" if own else template)
@@ -488,10 +475,6 @@ QWEN_LIKE = THINKING.replace(
 OPENED = CHATML.replace("'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n<think>\\n\\n</think>\\n\\n'")
 LINES = "{%- for m in messages -%}{{- m.role + ': ' + m.content + '\\n' -}}{%- endfor -%}"
 LINES += "{%- if add_generation_prompt -%}{{- 'assistant:' -}}{%- endif -%}"
-MOVED = """\
-{%- for m in messages -%}{%- if m.role == 'user' -%}
-{{- '[INST] ' + ('Be brief. ' if loop.last else '') + m.content + ' [/INST]' -}}
-{%- else -%}{{- m.content + eos_token -}}{%- endif -%}{%- endfor -%}"""
 
 
 @pytest.mark.parametrize(
@@ -500,7 +483,6 @@ MOVED = """\
         (QWEN_LIKE, "does not keep an earlier answer as it was written"),
         (unmarked(OPENED), "renders earlier turns otherwise once others follow"),
         (LINES, "does not close an earlier answer with a special token"),
-        (MOVED, "renders earlier turns otherwise once others follow"),
     ],
 )
 def test_templates_that_change_earlier_turns_are_refused_with_the_remedy(generate, template, reason):
@@ -556,11 +538,9 @@ def _turns(line):
 
 def test_seeds_that_the_template_refuses_are_skipped(generate):
     tokenizer = toy.tokenizer("bytes", unmarked(INST))
-    model = language_model(tokenizer, end=tokenizer.eos_token_id)
-    generate(model, tokenizer, records())
+    generate(language_model(tokenizer, end=tokenizer.eos_token_id), tokenizer, records())
     assert dict(generate.report.left_out) == {"the chat template refuses it (no system messages here)": 1}
     assert generate.report.records == len(CHATS) - 1
-    assert "left out: 1 x the chat template refuses it" in str(generate.report)
 
 
 def test_the_models_generation_config_applies(generate, chatml):
@@ -605,45 +585,6 @@ def test_exact_tokens_are_taken_as_they_are(tmp_path):
             assert example.is_text == (record is text_record)
 
 
-IDS, LEARNT = "input_ids is not a list of token ids", "learnt is not a list of spans [start, end] in order"
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"input_ids": []}, IDS),
-        ({"input_ids": "abc"}, IDS),
-        ({"input_ids": [1.5, 2]}, IDS),
-        ({"input_ids": [True, False]}, IDS),
-        ({"input_ids": [[1], [2]]}, IDS),
-        ({"input_ids": [[1], [2, 3]]}, IDS),
-        ({"input_ids": [1, -1, 2]}, IDS),
-        ({"input_ids": [1, 2**31]}, IDS),
-        ({"input_ids": [1, 2**70]}, IDS),
-        ({"learnt": ...}, LEARNT),
-        ({"learnt": [1, 2]}, LEARNT),
-        ({"learnt": [[1, 2, 3]]}, LEARNT),
-        ({"learnt": [[2, 2]]}, LEARNT),
-        ({"learnt": [[3, 2]]}, LEARNT),
-        ({"learnt": [[1, 3], [2, 4]]}, LEARNT),
-        ({"learnt": [[3, 4], [1, 2]]}, LEARNT),
-        ({"learnt": [[1, 2.5]]}, LEARNT),
-        ({"learnt": [[-1, 2]]}, "learnt reaches beyond input_ids"),
-        ({"learnt": [[1, 6]]}, "learnt reaches beyond input_ids"),
-        ({"tokenizer": ...}, "tokenizer is not text"),
-        ({"messages": ...}, "text is not text"),
-        ({"messages": "Hello"}, "messages is not a list of turns"),
-        ({"messages": EXACT["messages"][1:]}, "no user turn"),
-        ({"messages": ..., "text": "ab", "prompt": 5}, "prompt is not text"),
-    ],
-)
-def test_bad_exact_tokens_are_reported(tmp_path, change, reason):
-    found, report = read_exact(tmp_path, {}, change, {"learnt": []})
-    assert len(found) == 2
-    assert report.examples == [(f"{tmp_path / 'a.jsonl'}:2", reason)]
-    assert found[1].tokens.learnt == ()
-
-
 def test_tokens_of_another_tokenizer_or_beyond_the_vocabulary_are_refused(tmp_path):
     tokenizer = toy.tokenizer("bytes", unmarked(CHATML))
     size = len(tokenizer)
@@ -661,12 +602,8 @@ def test_tokens_of_another_tokenizer_or_beyond_the_vocabulary_are_refused(tmp_pa
 
 
 def test_fingerprints_depend_on_tokens_and_their_ids():
-    one, same, added, other = (
-        toy.tokenizer(),
-        toy.tokenizer(template="{{ 1 }}"),
-        toy.tokenizer(),
-        toy.tokenizer("marks"),
-    )
+    one, added, other = toy.tokenizer(), toy.tokenizer(), toy.tokenizer("marks")
+    same = toy.tokenizer(template="{{ 1 }}")
     same(["a", "a b"], padding=True)  # a tokenizer remembers the arguments of its last call
     added.add_tokens(["<new>"])
     assert fingerprint(one) == fingerprint(same)
@@ -691,11 +628,9 @@ def test_seeds_need_no_answers(tmp_path):
     assert without.bad.total() == 2
 
 
-@pytest.mark.parametrize("marker", [None, "", "{", "[1]", '{"asked": 3}', '{"asked": {"model": {}}}'])
+@pytest.mark.parametrize("marker", [None, "{", '{"asked": {"model": {}}}'])
 def test_data_without_provenance_names_no_prompts(tmp_path, marker):
     (tmp_path / "chats.jsonl").write_text("")
     if marker is not None:
         (tmp_path / "chats.jsonl.finished").write_text(marker)
     assert asked_of(tmp_path / "chats.jsonl") is None
-    assert asked_of(tmp_path) is None
-    assert asked_of(Path()) is None

@@ -35,7 +35,7 @@ def runs(example):
 
 
 @pytest.mark.parametrize("kind", ["bytes", "marks"])
-@pytest.mark.parametrize("messages", [SINGLE, SEVERAL, WITH_SYSTEM], ids=["single", "several", "system"])
+@pytest.mark.parametrize("messages", [SEVERAL, WITH_SYSTEM], ids=["several", "system"])
 @pytest.mark.parametrize("way", [marked, unmarked])
 def test_only_answers_and_their_end_tokens_are_learnt(kind, messages, way):
     tokenizer = toy.tokenizer(kind, way(CHATML), eos_token="<|im_end|>")
@@ -49,9 +49,8 @@ def test_only_answers_and_their_end_tokens_are_learnt(kind, messages, way):
 
 
 @pytest.mark.parametrize("template", [CHATML, INST, SPACED])
-@pytest.mark.parametrize("messages", [SINGLE, SEVERAL], ids=["single", "several"])
-def test_generation_markers_prefixes_and_transformers_agree(template, messages):
-    messages = [{**message, "content": message["content"].strip()} for message in messages]
+def test_generation_markers_prefixes_and_transformers_agree(template):
+    messages = [{**message, "content": message["content"].strip()} for message in SEVERAL]
     with_markers = toy.tokenizer("bytes", marked(template))
     (one,) = ChatEncoder(with_markers).encode(record(messages))
     (two,) = ChatEncoder(toy.tokenizer("bytes", unmarked(template))).encode(record(messages))
@@ -84,11 +83,8 @@ def test_answers_of_weight_0_are_in_the_text_and_not_learnt(way, turns):
 
 def test_tools_and_calls_are_in_the_text_or_it_is_said(caplog):
     tool = {"type": "function", "function": {"name": "count", "parameters": {}}}
-    call = {
-        "role": "assistant",
-        "content": None,
-        "tool_calls": [{"function": {"name": "count", "arguments": {"to": 3}}}],
-    }
+    calls = [{"function": {"name": "count", "arguments": {"to": 3}}}]
+    call = {"role": "assistant", "content": None, "tool_calls": calls}
     messages = [*chat("Count to three."), call, {"role": "tool", "content": "one two three"}, *chat("And?", "Hello")]
     asked = Record(tuple(messages), None, "a:1", tools=(tool,))
     with_tools = "{%- if tools -%}{{- tools[0].function.name + '\\n' -}}{%- endif -%}" + CHATML.replace(
@@ -96,12 +92,8 @@ def test_tools_and_calls_are_in_the_text_or_it_is_said(caplog):
     )
     tokenizer = toy.tokenizer("bytes", unmarked(with_tools))
     (example,) = ChatEncoder(tokenizer).encode(asked)
-    assert (
-        example.ids.tolist()
-        == tokenizer(tokenizer.apply_chat_template(messages, tools=[tool], tokenize=False), add_special_tokens=False)[
-            "input_ids"
-        ]
-    )
+    rendered = tokenizer.apply_chat_template(messages, tools=[tool], tokenize=False)
+    assert example.ids.tolist() == tokenizer(rendered, add_special_tokens=False)["input_ids"]
     said = [tokenizer.decode(run) for run in runs(example)]
     assert said == ['[{"function": {"name": "count", "arguments": {"to": 3}}}]<|im_end|>', "Hello<|im_end|>"]
     assert not caplog.text
@@ -185,14 +177,6 @@ def test_training_distillation_and_decoding_make_the_same_prompts(kind, name, sy
     assert seed.prompt == ChatTemplate(tokenizer, asked).encode(messages[:-3])
 
 
-def test_plain_template():
-    tokenizer = toy.tokenizer()
-    (example,) = ChatEncoder(tokenizer, "plain").encode(record(WITH_SYSTEM))
-    text = tokenizer.decode(example.ids)
-    assert text == "You are an assistant.\nHello there\nHello.</s>And?\nParis</s>"
-    assert [tokenizer.decode(run) for run in runs(example)] == ["Hello.</s>", "Paris</s>"]
-
-
 def test_a_template_that_changes_earlier_turns_is_refused_with_the_remedy():
     tokenizer = toy.tokenizer("bytes", THINKING)
     # One turn is consistent; of several, the first is rendered differently once it is not the last.
@@ -208,14 +192,6 @@ def test_a_template_that_changes_earlier_turns_is_refused_with_the_remedy():
         assert example.ids.tolist() == expected
         answer = f"<think>\n\n</think>\n\n{messages[-1]['content']}<|im_end|>"
         assert [tokenizer.decode(run) for run in runs(example)] == [answer]
-
-
-@pytest.mark.parametrize("way", [marked, unmarked])
-def test_each_turn_may_be_encoded_alone(way):
-    tokenizer = toy.tokenizer("bytes", way(CHATML))
-    examples = ChatEncoder(tokenizer, turns="each").encode(record(SEVERAL))
-    answers = [[f"{SEVERAL[place]['content']}<|im_end|>"] for place in (1, 3, 5)]
-    assert [[tokenizer.decode(run) for run in runs(example)] for example in examples] == answers
 
 
 def test_a_template_whose_answer_does_not_follow_its_prompt_is_refused():
@@ -238,8 +214,6 @@ def test_a_conversation_that_the_template_refuses_is_a_bad_record():
     assert report.examples == [("a:1", "the chat template refuses it (no system messages here)")]
     with pytest.raises(BadRecordError, match="turns take turns"):
         ChatEncoder(toy.tokenizer(), "vicuna").encode(record([*SINGLE, *chat("a", "b")[1:]]))
-    with pytest.raises(BadRecordError, match="a system message comes first"):
-        ChatEncoder(toy.tokenizer(), "vicuna").encode(record([*SINGLE, *WITH_SYSTEM]))
 
 
 def test_template_arguments_and_files(tmp_path):
@@ -259,17 +233,9 @@ def test_a_text_is_learnt_entirely_with_an_end_token(kind):
     assert example.is_text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"template": "chatml"}, "template: expected vicuna, plain or a Jinja file, got chatml"),
-        ({"template": "~nobody-here/own.jinja"}, "template: expected vicuna, plain or a Jinja file, got ~nobody-here"),
-        ({"template": "vicuna", "turns": "all"}, "turns: expected 'joint' or 'each', got 'all'"),
-    ],
-)
-def test_bad_settings_are_named(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        ChatEncoder(toy.tokenizer(), **arguments)
+def test_an_unknown_template_is_named():
+    with pytest.raises(ValueError, match="template: expected vicuna, plain or a Jinja file, got chatml"):
+        ChatEncoder(toy.tokenizer(), "chatml")
 
 
 @pytest.mark.parametrize("kind", ["bytes", "marks"])
