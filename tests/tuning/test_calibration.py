@@ -2,12 +2,10 @@
 
 import hashlib
 import json
-import math
 from collections import Counter
 
 import pytest
 import torch
-from limits import MIB, bounded
 
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.calibration import collect as module
@@ -70,26 +68,17 @@ def test_trees_that_were_not_counted_are_refused(counted, choices, words):
 
 
 @pytest.mark.parametrize(
-    ("paths", "words"),
+    ("heads", "ranks", "paths", "words"),
     [
-        ({(0,): 1}, r"expected 2 ranks below 2 \(or -1\) each, got \[0\]"),
-        ({(0, 2): 1}, r"got \[0, 2\]"),
-        ({(0, -2): 1}, r"got \[0, -2\]"),
-        ({(0, 1): 0}, r"a count from 1 for \[0, 1\], got 0"),
-        ({}, "at least one, got none"),
+        (2, 2, {(0, 2): 1}, r"expected 2 ranks below 2 \(or -1\) each, got \[0, 2\]"),
+        (2, 2, {(0, 1): 0}, r"a count from 1 for \[0, 1\], got 0"),
+        (2, 2, {}, "at least one, got none"),
+        (2, 11, {(0, 0): 1}, "ranks: expected a whole number from 1 to 10, got 11"),
     ],
 )
-def test_bad_counts_are_refused(paths, words):
+def test_bad_counts_are_refused(heads, ranks, paths, words):
     with pytest.raises(ValueError, match=words):
-        Calibration(2, 2, paths)
-
-
-@pytest.mark.parametrize("ranks", [0, 11, True, "2"])
-def test_ranks_that_the_file_format_cannot_hold_are_refused(ranks):
-    with pytest.raises(ValueError, match=f"ranks: expected a whole number from 1 to 10, got {ranks!r}"):
-        Calibration(2, ranks, {(0, 0): 1})
-    with pytest.raises(ValueError, match="num_heads: expected a whole number from 1, got 0"):
-        Calibration(0, 2, {(): 1})
+        Calibration(heads, ranks, paths)
 
 
 @pytest.mark.parametrize(
@@ -97,13 +86,6 @@ def test_ranks_that_the_file_format_cannot_hold_are_refused(ranks):
 )
 def test_wilson_against_printed_values(hits, total, low, high):
     assert wilson(hits, total) == pytest.approx((low, high), abs=6e-5)
-
-
-@pytest.mark.parametrize(("hits", "total"), [(1, 3), (50, 101), (9_999, 10_000)])
-def test_wilson_bounds_are_1_96_standard_errors_from_the_count(hits, total):
-    for end in wilson(hits, total):
-        assert abs(hits / total - end) == pytest.approx(1.959964 * math.sqrt(end * (1 - end) / total), rel=1e-6)
-    assert wilson(0, 0) == (0, 1)
 
 
 # --- the file ---
@@ -129,23 +111,6 @@ def test_bytes_do_not_depend_on_the_order_of_counting(counted, tmp_path):
     counted.save(tmp_path / "a.json")
     other.save(tmp_path / "b.json")
     assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda values: values["accuracy"]["hits"][0].__setitem__(0, 5), "that the paths add up to"),
-        (lambda values: values["accuracy"]["total"].__setitem__(0, 11), "that the paths add up to"),
-        (lambda values: values["paths"].__setitem__("0 x", 1), "invalid literal"),
-        (lambda values: values.pop("paths"), "expected made, accuracy, ranks and paths"),
-    ],
-)
-def test_other_files_are_refused(counted, tmp_path, change, words):
-    values = counted.to_json()
-    change(values)
-    (tmp_path / "c.json").write_text(json.dumps(values))
-    with pytest.raises(ValueError, match=rf"c.json: expected a file that `medusa calibrate` wrote, .*{words}"):
-        Calibration.load(tmp_path / "c.json")
 
 
 def test_only_positions_with_targets_for_all_heads_are_counted(tmp_path):
@@ -179,33 +144,19 @@ def test_older_files_without_texts_are_read(counted, tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        (lambda values: values.clear(), "expected made, accuracy, ranks and paths"),
+        (lambda values: values["accuracy"]["hits"][0].__setitem__(0, 5), "that the paths add up to"),
         (lambda values: values.update(format=3), "format: expected 1 or 2, got 3"),
-        (lambda values: values.pop("texts"), "KeyError"),
         (lambda values: values["texts"][0].__setitem__(0, "010"), "expected 2 ranks a position, got 3 in all"),
-        (lambda values: values["texts"][0].__setitem__(0, "0101"), r"got \[0, 1\] with 1 tokens to come"),
         (lambda values: values["texts"][0].__setitem__(0, "020-"), r"2 ranks below 2 .*got \[0, 2\]"),
-        (lambda values: values["texts"][0].__setitem__(0, "012-"), r"2 ranks below 2 .*got \[2, -1\]"),
-        (lambda values: values["texts"][0].__setitem__(0, "000-"), "the very paths that were counted"),
         (lambda values: values["texts"].pop(), "the very paths that were counted"),
-        (lambda values: values["texts"][0].__setitem__(0, "01x-"), "invalid literal"),
-        (lambda values: values.update(texts=7), "TypeError"),
-        (lambda values: values["accuracy"].update(hits=[], total=[]), "hits of at least one head"),
-        (lambda values: values.update(made=[["heads", "abc"]]), "named fields in made"),
-        (lambda values: values.update(ranks=11), "ranks: expected a whole number from 1 to 10, got 11"),
     ],
 )
-def test_texts_that_contradict_the_counts_are_refused(tmp_path, change, words):
+def test_damaged_files_are_refused(tmp_path, change, words):
     values = Calibration.of(2, 2, [[((0, 1), (0, NONE))], [((1, 1), (1, NONE))]]).to_json()
     change(values)
     (tmp_path / "c.json").write_text(json.dumps(values))
     with pytest.raises(ValueError, match=rf"c.json: expected a file that `medusa calibrate` wrote, .*{words}"):
-        Calibration.load(tmp_path / "c.json")
-
-
-@pytest.mark.parametrize("text", ["[1]", "{", ""])
-def test_files_without_a_json_object_are_refused(tmp_path, text):
-    (tmp_path / "c.json").write_text(text)
-    with pytest.raises(ValueError, match=r"c.json: expected a file that `medusa calibrate` wrote"):
         Calibration.load(tmp_path / "c.json")
 
 
@@ -359,22 +310,12 @@ def test_sampled_texts_depend_on_seed_and_temperature(make):
     assert cold == again
     assert cold.texts != other.texts != greedy_ones.texts
     settings = cold.made["settings"]
-    assert (settings["temperature"], settings["seed"], settings["top_k"]) == (
-        1.5,
-        3,
-        model.base.generation_config.top_k,
-    )
+    assert (settings["temperature"], settings["seed"]) == (1.5, 3)
     assert greedy_ones.made["settings"]["temperature"] == 0
     assert not {"seed", "ranked"} & set(greedy_ones.made["settings"])
     # Heads that are nearly never right about greedy texts know the noise that decides hot ones.
     first = [found.hits[0][0] / found.positions for found in (greedy_ones, cold)]
     assert first[0] < 0.1 < first[1]
-
-
-def test_equal_prompts_give_different_sampled_texts(make):
-    model, tokenizer = make()
-    found = calibrate(model, tokenizer, [PROMPTS[3]] * 3, max_new_tokens=24, temperature=1.5)
-    assert len(set(found.texts)) == 3
 
 
 # --- stopped runs ---
@@ -413,42 +354,12 @@ def test_a_run_killed_at_any_point_resumes_to_the_same_bytes(make, tmp_path, fin
             out = tmp_path / f"{done}-{torn}.json"
             out.with_name(out.name + ".progress").write_bytes(progress[: start + torn])
             asked.clear()
+            with pytest.raises(ValueError, match=r"resume: expected True \(--resume\) to go on from .*.json.progress"):
+                run(make, out, False)
             run(make, out, True)
             assert out.read_bytes() == whole
             assert asked == [*enumerate(PROMPTS)][done:]  # nothing twice
             assert not out.with_name(out.name + ".progress").exists()
-
-
-@pytest.mark.parametrize("torn", [False, True])
-def test_an_interrupted_run_resumes(make, tmp_path, finished, monkeypatch, torn):
-    """Stopped twice; the first time in the middle of a line, or after a whole one."""
-    out = tmp_path / "c.json"
-    progress = out.with_name("c.json.progress")
-    answer = module.rank_answers
-
-    def stopped_after(prompts, resume):
-        left = iter([True] * prompts + [False])
-
-        def count(*asked):
-            if not next(left):
-                raise KeyboardInterrupt
-            return answer(*asked)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(module, "rank_answers", count)
-            with pytest.raises(KeyboardInterrupt):
-                run(make, out, resume)
-
-    stopped_after(2, resume=False)
-    assert not out.exists()
-    with pytest.raises(ValueError, match=r"resume: expected True \(--resume\) to go on from .*c.json.progress"):
-        run(make, out, False)
-    if torn:
-        progress.write_bytes(progress.read_bytes()[:-3])
-    stopped_after(1, resume=True)
-    assert len(progress.read_bytes().splitlines()) == 1 + (2 if torn else 3)
-    run(make, out, True)
-    assert out.read_bytes() == finished[0]
 
 
 def test_a_finished_result_is_reused_only_for_the_same_run(make, tmp_path, finished, monkeypatch):
@@ -467,24 +378,17 @@ def test_a_finished_result_is_reused_only_for_the_same_run(make, tmp_path, finis
     assert Calibration.load(out) == other
 
 
-@pytest.mark.parametrize("resume", [False, True])
-def test_a_file_that_is_not_a_calibration_is_not_overwritten(make, tmp_path, monkeypatch, resume):
-    monkeypatch.setattr(module, "rank_answers", lambda *asked: pytest.fail("asked"))
+def test_a_file_that_is_not_a_calibration_is_not_overwritten(make, tmp_path):
     (tmp_path / "thesis.txt").write_text("Chapter 1")
-    with pytest.raises(
-        ValueError, match=r"out: expected a new file or a calibration to take the place of, got .*thesis"
-    ):
-        run(make, tmp_path / "thesis.txt", resume)
+    with pytest.raises(ValueError, match=r"out: expected a new file or a calibration .*thesis"):
+        run(make, tmp_path / "thesis.txt", False)
     assert (tmp_path / "thesis.txt").read_text() == "Chapter 1"
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"max_new_tokens": 17}, "settings: expected .*'max_new_tokens': 16"),
-        ({"temperature": 0.5}, "settings: expected .*'temperature': 0"),
-        ({"prompts": PROMPTS[::-1]}, "prompts: expected"),
         ({"prompts": [*PROMPTS[:3], Prompt(("zy",))]}, "prompts: expected"),
     ],
 )
@@ -496,18 +400,18 @@ def test_progress_of_something_else_is_refused(make, tmp_path, finished, changes
     assert progress.read_bytes() == finished[1]
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("repetition_penalty", 1.3), ("min_new_tokens", 5), ("no_repeat_ngram_size", 2), ("eos_token_id", 3)],
-)
-def test_another_generation_config_is_another_run(make, tmp_path, finished, name, value):
+def test_another_generation_config_or_other_heads_are_another_run(make, tmp_path, finished):
     (tmp_path / "c.json.progress").write_bytes(finished[1])
+    settings = {"max_new_tokens": 16, "prompt_tokens": 6, "out": tmp_path / "c.json", "resume": True}
     model, tokenizer = make()
-    setattr(model.base.generation_config, name, value)
+    model.base.generation_config.no_repeat_ngram_size = 2
     with pytest.raises(ValueError, match=r"settings: expected .*'generation': .* like the counts in"):
-        calibrate(
-            model, tokenizer, PROMPTS, max_new_tokens=16, prompt_tokens=6, out=tmp_path / "c.json", resume=True
-        )  # fmt: skip
+        calibrate(model, tokenizer, PROMPTS, **settings)
+    model, tokenizer = make()
+    with torch.no_grad():
+        model.heads.b1 += 0.01
+    with pytest.raises(ValueError, match="heads: expected"):
+        calibrate(model, tokenizer, PROMPTS, **settings)
 
 
 def test_other_backends_and_templates_are_other_runs(make):
@@ -570,25 +474,15 @@ def test_a_run_without_any_text_long_enough_writes_no_file(make, tmp_path, monke
     assert [*tmp_path.iterdir()] == []
 
 
-def test_other_weights_are_another_run(make, tmp_path, finished):
-    (tmp_path / "c.json.progress").write_bytes(finished[1])
-    model, tokenizer = make()
-    with torch.no_grad():
-        model.heads.b1 += 0.01
-    with pytest.raises(ValueError, match="heads: expected"):
-        calibrate(
-            model, tokenizer, PROMPTS, max_new_tokens=16, prompt_tokens=6, out=tmp_path / "c.json", resume=True
-        )  # fmt: skip
-
-
-@pytest.mark.parametrize("content", [b"", b"{}\n", b"rubbish\n", "HEADER{}\n", 'HEADER{"paths": 3}\n'])
-def test_damaged_progress_is_refused(make, tmp_path, finished, content):
-    if isinstance(content, str):
-        content = content.encode().replace(b"HEADER", finished[1].splitlines(keepends=True)[0])
-    (tmp_path / "c.json.progress").write_bytes(content)
-    with pytest.raises(
-        ValueError, match=r"expected .*c\.json\.progress|c\.json\.progress.*: expected|like the counts in"
-    ):
+@pytest.mark.parametrize("line", ["{}", '{"texts": ["xxx"], "left_out": 0}', '{"texts": [], "left_out": -1}'])
+def test_damaged_progress_is_refused_with_its_line(make, tmp_path, finished, line):
+    progress = tmp_path / "c.json.progress"
+    first, _, *rest = finished[1].splitlines(keepends=True)
+    progress.write_bytes(first + line.encode() + b"\n" + b"".join(rest))
+    with pytest.raises(ValueError, match=rf"{progress}:2: expected a prompt's texts, got another line"):
+        run(make, tmp_path / "c.json", True)
+    progress.write_bytes(b"rubbish\n")
+    with pytest.raises(ValueError, match=r"c\.json\.progress"):
         run(make, tmp_path / "c.json", True)
 
 
@@ -599,12 +493,8 @@ def test_damaged_progress_is_refused(make, tmp_path, finished, content):
     ("settings", "words"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens: expected a whole number from 1, got 0"),
-        ({"max_new_tokens": True}, "max_new_tokens: expected a whole number from 1, got True"),
-        ({"prompt_tokens": 0}, "prompt_tokens: expected a whole number from 1, got 0"),
         ({"prompts": []}, "prompts: expected at least one, got none"),
         ({"temperature": -1.0}, "temperature: expected a number from 0, got -1.0"),
-        ({"temperature": 0.5, "seed": -1}, "seed: expected a whole number from 0, got -1"),
-        ({"resume": True, "out": None}, r"resume: expected a file \(out\) to go on from, got none"),
         ({"max_new_tokens": K}, "max_new_tokens: expected at least 4, as texts must go on .* 3 heads reach, got 3"),
     ],
 )
@@ -620,33 +510,3 @@ def test_a_model_without_heads_is_refused(make):
     model.undo()
     with MedusaModel(base) as plain, pytest.raises(ValueError, match="model: expected one with heads, got one without"):
         calibrate(plain, tokenizer, PROMPTS)
-
-
-HOSTILE_LINES = [
-    "[" * 100_000,
-    "1" * 5000,
-    "{}",
-    "[]",
-    "null",
-    '{"texts": "00", "left_out": 0}',
-    '{"texts": [0], "left_out": 0}',
-    '{"texts": [["0"]], "left_out": 0}',
-    '{"texts": ["xxx"], "left_out": 0}',
-    '{"texts": ["\u0663\u0663\u0663"], "left_out": 0}',
-    '{"texts": ["0"], "left_out": 0}',
-    '{"texts": [], "left_out": "0"}',
-    '{"texts": [], "left_out": -1}',
-    '{"texts": [], "left_out": true}',
-]
-
-
-def test_hostile_progress_is_refused_with_its_line(make, tmp_path, finished):
-    progress = tmp_path / "c.json.progress"
-    first, _, *rest = finished[1].splitlines(keepends=True)
-    for line in HOSTILE_LINES:
-        progress.write_bytes(first + line.encode() + b"\n" + b"".join(rest))
-        with bounded(ValueError, seconds=10, memory=64 * MIB) as said:
-            run(make, tmp_path / "c.json", True)
-        assert said, line
-        assert f"{progress}:2: expected a prompt's texts, got another line" in said[0]
-        assert "and those after it to go on" in said[0]

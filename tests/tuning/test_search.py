@@ -3,7 +3,6 @@
 import itertools
 import math
 import random
-from collections import Counter
 
 import pytest
 from hypothesis import given, settings
@@ -72,48 +71,6 @@ def test_products_search_is_the_best_of_all_trees(seed, shape, size):
     assert 1 + found == pytest.approx(best, abs=1e-12)
 
 
-def many_paths(positions, heads, ranks):
-    """Positions that are easy or hard for all heads at once, so that heads are not independent."""
-    drawn = random.Random(7)
-    paths = Counter()
-    for _ in range(positions):
-        ease = drawn.random() ** 0.5
-        path = []
-        for head in range(heads):
-            rank = int(drawn.expovariate(1.2 * ease / (1 + 0.2 * head)))
-            path.append(rank if rank < ranks and drawn.random() < ease else NONE)
-        paths[tuple(path)] += 1
-    return paths
-
-
-@pytest.mark.parametrize("nodes", [64, 256])
-def test_large_trees_hold_the_most_frequent_paths(nodes):
-    paths = many_paths(6000, heads=5, ranks=10)
-    calibration = Calibration(5, 10, paths)
-    beginnings = Counter()
-    for path, count in paths.items():
-        for depth in range(1, 6):
-            if NONE in path[:depth]:
-                break
-            beginnings[path[:depth]] += count
-    best = 1 + sum(count for _, count in beginnings.most_common(nodes - 1)) / 6000
-    tree = joint_tree(calibration, nodes)
-    assert tree.num_nodes == nodes
-    assert steps_tokens(paths, {*map(tuple, tree.choices)}) == pytest.approx(best)
-    # And by products, all paths that there are sorted.
-    accuracies = calibration.accuracies
-    products = sorted(
-        (
-            math.prod(accuracies[k][rank] for k, rank in enumerate(path))
-            for depth in range(1, 6)
-            for path in itertools.product(range(10), repeat=depth)
-        ),
-        reverse=True,
-    )
-    tree = Tree.optimal(accuracies, nodes)
-    assert tree.expected_tokens(accuracies) == pytest.approx(1 + sum(products[: nodes - 1]))
-
-
 def test_unseen_paths_are_ordered_by_their_product():
     # [0, 0] is seen; of the rest, all equal, the likeliest by product is [1, 0]: 0.25 * 0.5.
     calibration = Calibration(2, 2, {(0, 0): 2, (1, NONE): 1, (NONE, 1): 1})
@@ -156,15 +113,6 @@ def test_comparison_of_texts_has_a_third_tree():
     assert paths.expected.walked.value == pytest.approx(30 / 20)
     assert walked.expected.walked.value >= paths.expected.walked.value
     assert paths.expected.paths.value > 1.6
-
-
-def test_heads_that_are_independent_give_one_tree():
-    """Every pair of ranks is as frequent as its product: both searches give equal trees."""
-    first, second = {0: 6, 1: 3, NONE: 1}, {0: 5, 1: 2, NONE: 3}
-    paths = {(a, b): n * m for a, n in first.items() for b, m in second.items()}
-    for plain, joint in search_trees(Calibration(2, 2, paths), [2, 3, 4, 5, 6, 7]):
-        assert plain.expected.independent.value == pytest.approx(plain.expected.paths.value)
-        assert plain.expected.independent.value == pytest.approx(joint.expected.paths.value)
 
 
 def test_the_number_of_nodes_is_limited():

@@ -109,10 +109,8 @@ def test_typical_duration_between_two_speeds_and_without_outliers():
     ("trees", "settings", "words"),
     [
         (TREES, {"batch": 0}, "batch: expected a whole number from 1, got 0"),
-        (TREES, {"repeats": True}, "repeats: expected a whole number from 1, got True"),
         (TREES, {"prefix": 116}, r"prefix: expected at most 115 \(the model's context holds 128 tokens\), got 116"),
         ([], {}, r"trees: expected 1 to 16 different ones, got 0 of \[\] nodes"),
-        ([Tree.chain(2), Tree.chain(2)], {}, r"different ones, got 2 of \[3, 3\] nodes"),
         ([Tree.chain(5)], {}, "depth 5, expected at most 4"),
     ],
 )

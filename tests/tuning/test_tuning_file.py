@@ -8,7 +8,6 @@ import logging
 import pwd
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -234,7 +233,7 @@ def refused(folders, caplog, **settings):
     return record.getMessage()
 
 
-def test_changed_heads_are_refused(tuned, caplog):
+def test_changed_heads_or_another_model_are_refused(tuned, caplog):
     checkpoint = read_heads(tuned / "heads")
     with torch.no_grad():
         checkpoint.heads.w1[1] *= 1.01
@@ -243,35 +242,18 @@ def test_changed_heads_are_refused(tuned, caplog):
     assert "medusa tune" in words
     assert "heads: tuned with" in words
     assert "model: tuned with" not in words
-
-
-def test_a_changed_model_is_refused(tuned, caplog):
     tiny(seed=5, max_position_embeddings=512).save_pretrained(tuned / "base")
-    words = refused(tuned, caplog)
-    assert "model: tuned with LlamaForCausalLM" in words
-    assert "heads: tuned with" not in words
+    assert "model: tuned with LlamaForCausalLM" in refused(tuned, caplog)
 
 
-def test_another_dtype_is_refused_by_that_name_alone(tuned, caplog):
-    words = refused(tuned, caplog, dtype="bfloat16")
-    assert words.endswith("dtype: tuned with float32, now bfloat16")
-
-
-def test_another_backend_is_refused(tuned, caplog):
+def test_another_dtype_backend_or_number_of_threads_is_refused_by_that_name(tuned, caplog, monkeypatch):
+    assert refused(tuned, caplog, dtype="bfloat16").endswith("dtype: tuned with float32, now bfloat16")
     with MedusaModel.from_pretrained(tuned / "heads", backend="compiled") as model:
         assert model.tree == "auto"
     assert "backend: tuned with eager, now compiled" in caplog.text
-
-
-def test_another_device_or_number_of_threads_is_refused(tuned, caplog, monkeypatch):
-    file = tuned / "heads" / tuning_paths.FILE
-    own, gpu = json.loads(file.read_text())["device"], "NVIDIA H200, 132 SMs, 140 GiB, sm_90"
+    own = json.loads((tuned / "heads" / tuning_paths.FILE).read_text())["device"]
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-    words = refused(tuned, caplog)
-    assert f"device: tuned with {own}, now {own.split(',')[0]}, 77 threads" in words
-    monkeypatch.undo()
-    file.write_text(file.read_text().replace(own, gpu))
-    assert refused(tuned, caplog).endswith(f"device: tuned with {gpu}, now {own}")
+    assert f"device: tuned with {own}, now {own.split(',')[0]}, 77 threads" in refused(tuned, caplog)
 
 
 def test_an_explicit_tree_gives_no_warning(tuned, caplog):
@@ -292,44 +274,17 @@ def test_a_model_converted_after_loading_does_not_use_the_tuning(tuned):
         assert model._policy("auto").times.device == ""
 
 
-def with_tree(values, choices):
-    """The same file with another chosen tree in its first case."""
-    return values | {"cases": [values["cases"][0] | {"choices": choices}]}
-
-
-def with_size(values, place, **changes):
-    """The same file with another size in its first case."""
-    case = values["cases"][0]
-    sizes = [size | (changes if number == place else {}) for number, size in enumerate(case["sizes"])]
-    return values | {"cases": [case | {"sizes": sizes}]}
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (lambda v: "{", "expected a file that `medusa tune` wrote"),
-        (lambda v: "[]", "expected format 2, got list"),
         (lambda v: v | {"format": 1}, "expected format 2, got 1"),
         (lambda v: {name: v[name] for name in v if name != "heads"}, "KeyError"),
         (lambda v: v | {"cases": []}, "at least one case"),
-        (lambda v: v | {"cases": [v["cases"][0] | {"batch": 0}]}, "batch: expected a whole number from 1, got 0"),
         (lambda v: v | {"cases": [v["cases"][0] | {"nodes": 3}]}, "expected a tree of one of the sizes"),
-        (lambda v: v | {"cases": [v["cases"][0] | {"choices": [[0, 0]]}]}, "needs its prefix"),
-        (lambda v: with_size(with_tree(v, [[0], [0, 0], [999]]), 2, choices=[[0], [0, 0], [999]]), "rank 999"),
-        (lambda v: v | {"cases": [v["cases"][0] | {"sizes": 3}]}, "TypeError"),
         (lambda v: v | {"cases": [v["cases"][0] | {"sizes": v["cases"][0]["sizes"][1:]}]}, "in ascending order from 1"),
-        (lambda v: v | {"cases": [v["cases"][0] | {"gain": [1.5, 0, 2]}]}, "gain: expected a number above 0, got 0"),
-        (lambda v: v | {"cases": [v["cases"][0] | {"gain": [1.5, 1.2]}]}, "not enough values"),
-        (lambda v: with_size(v, 1, choices=[[0], [1]]), "expected each size's tree to have that many nodes"),
-        (lambda v: with_size(v, 2, choices=[[0], [1], [2]]), "and the chosen one among them"),
         (lambda v: v | {"weighed": "guessed"}, "weighed: expected independent or walked, got 'guessed'"),
-        (lambda v: v | {"calibration": {"path": "c.json"}}, "KeyError"),
-        (
-            lambda v: v | {"calibration": {"path": "c", "hash": "a", "temperature": "hot", "checked": True}},
-            "calibration: expected a number or null for temperature, got 'hot'",
-        ),
         (lambda v: v | {"step_times": {}}, "step times: expected device"),
-        (lambda v: v | {"step_times": v["step_times"] | {"step_times": [{}]}}, "step_times: expected batch"),
         (lambda v: v | {"accuracies": {"source": "x", "by_rank": [["y"]]}}, "could not convert"),
     ],
 )
@@ -356,10 +311,6 @@ def cache(tmp_path, monkeypatch):
 
 
 RUNTIME = "a device, float32, eager, 1"
-
-
-def test_tests_do_not_look_into_the_users_cache(tmp_path, tmp_path_factory):
-    assert tuning_paths.cache_folder(tmp_path).is_relative_to(tmp_path_factory.getbasetemp())
 
 
 def test_the_file_is_next_to_heads_in_a_writable_folder(tmp_path, cache, monkeypatch):
@@ -391,15 +342,10 @@ def test_each_heads_folder_has_its_own_path_in_the_cache(tmp_path, cache, monkey
     (tmp_path / "link").symlink_to(made[0])
     first, second = map(tuning_paths.cache_folder, made)
     assert first != second
-    assert (
-        tuning_paths.cache_folder(tmp_path / "link")
-        == first
-        == tuning_paths.cache_folder(tmp_path / "b" / ".." / "a" / "heads")
-    )
-    for value in (None, "", "relative"):  # a relative path counts as none
-        monkeypatch.setenv("XDG_CACHE_HOME", value) if value is not None else monkeypatch.delenv("XDG_CACHE_HOME")
-        monkeypatch.setenv("HOME", str(tmp_path / "home"))
-        assert tuning_paths.cache_folder(made[0]).is_relative_to(tmp_path / "home" / ".cache" / "medusa-kernels")
+    assert tuning_paths.cache_folder(tmp_path / "link") == first
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # counts as none
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert tuning_paths.cache_folder(made[0]).is_relative_to(tmp_path / "home" / ".cache" / "medusa-kernels")
 
 
 def test_machines_that_share_a_home_folder_have_separate_files(folders, cache, monkeypatch):
@@ -441,15 +387,8 @@ def cached_for(heads):
         return tuning_paths.cache_folder(heads) / tuning_paths.cache_name(conditions_of(model).runtime)
 
 
-@pytest.fixture(params=["unreadable", "unknown"])
-def no_home(request, tmp_path, monkeypatch):
-    """An unreadable cache folder, or no home folder at all."""
-    if request.param == "unreadable":
-        denied = tmp_path / "denied"
-        monkeypatch.setenv("XDG_CACHE_HOME", str(denied))
-        for name in ("stat", "iterdir", "open"):
-            monkeypatch.setattr(Path, name, refusing(getattr(Path, name), denied))
-        return f"{denied}"
+def test_the_loader_works_without_a_home_folder(tuned, monkeypatch, caplog):
+    """A service's user may have none."""
     for name in ("XDG_CACHE_HOME", "HOME"):
         monkeypatch.delenv(name, raising=False)
 
@@ -457,26 +396,10 @@ def no_home(request, tmp_path, monkeypatch):
         raise KeyError(f"getpwuid(): uid not found: {number}")
 
     monkeypatch.setattr(pwd, "getpwuid", missing)
-    return "no folder for caches"
-
-
-def refusing(method, folder):
-    """A method of Path that raises for files in a folder."""
-
-    def ask(path, *arguments, **settings):
-        if path.is_relative_to(folder):
-            raise PermissionError(13, "Permission denied", str(path))
-        return method(path, *arguments, **settings)
-
-    return ask
-
-
-def test_the_loader_works_without_a_home_folder(tuned, no_home, caplog):
-    """A service's user may have none."""
     caplog.set_level(logging.INFO)
     with MedusaModel.from_pretrained(tuned / "heads") as model:
         assert model.tree_choice(1, 8).tree.num_nodes == 4
-    assert no_home in caplog.text
+    assert "no folder for caches" in caplog.text
     (tuned / "heads" / tuning_paths.FILE).unlink()
     with MedusaModel.from_pretrained(tuned / "heads") as model:
         assert model.tree == "auto"
@@ -497,12 +420,9 @@ def test_round_trip(tuned):
     assert [case.tree.num_nodes for case in found.cases] == [4, 1, 2]
     assert [size.tree.num_nodes for size in found.cases[0].sizes] == [1, 2, 4]
     assert (found.weighed, found.accuracies.calibration) == (INDEPENDENT, None)
-    for source in (
-        CalibrationSource("c.json", "ab12", 0.7, True),
-        CalibrationSource("/elsewhere/c.json", "ab12", None, False),
-    ):
-        kept = replace(found, accuracies=replace(found.accuracies, calibration=source))
-        assert Tuning.from_json(json.loads(json.dumps(kept.to_json()))).accuracies.calibration == source
+    source = CalibrationSource("/elsewhere/c.json", "ab12", None, False)
+    kept = replace(found, accuracies=replace(found.accuracies, calibration=source))
+    assert Tuning.from_json(json.loads(json.dumps(kept.to_json()))).accuracies.calibration == source
     older = {name: value for name, value in found.to_json().items() if name != "calibration"}
     assert Tuning.from_json(older).accuracies.calibration is None
     assert found.cases[0].chosen.rate == pytest.approx(2.1 / 1.3)

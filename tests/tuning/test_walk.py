@@ -86,8 +86,6 @@ def test_intervals_of_ratios_include_the_variance_of_both_samples():
 @pytest.mark.parametrize(
     ("tree", "words"),
     [
-        (Tree([[0], [0, 0], [0, 0, 0]]), "depth 3, expected at most 2"),
-        (Tree([[2]]), "rank 2, expected below 2"),
         (Tree([[0]], lookup=2), "tree: expected no copied branch, .* got one of 2"),
         (Tree([[0], [1]], keep=2), "tree: expected a static one, got a dynamic one"),
     ],
@@ -211,19 +209,6 @@ def test_walked_steps_equal_those_of_decoding(make, sampled):
     # Walking and counting positions differ here: steps accept many tokens.
     assert walk(found, TREES[2]).tokens_per_step > 1.15
     assert expect(found, TREES[2]).paths.value != pytest.approx(walk(found, TREES[2]).tokens_per_step, abs=1e-3)
-
-
-def test_greedy_steps_counted_from_generate_alone(make):
-    """The same, from `generate` itself: one prompt, its new tokens and its acceptance lengths."""
-    model, tokenizer = make()
-    ids = tokenizer("to be continued as it stands")["input_ids"][:6]
-    found = calibrate(model, tokenizer, [PROMPTS[2]], max_new_tokens=40, prompt_tokens=6)
-    for tree in TREES:
-        out = model.generate(torch.tensor([ids]), max_new_tokens=40, tree=tree)
-        walked = walk(found, tree)
-        assert walked.steps == (len(out.accept_lengths[0]),)
-        assert walked.tokens == (39,)
-        assert walked.tokens_per_step == out.tokens_per_step
 
 
 def test_an_end_token_ends_the_walk(make):
