@@ -23,7 +23,7 @@ OPTIONAL = {"bitsandbytes", "datasets", "matplotlib", "peft", "tensorboard"}
 """Libraries of training, parquet files and pictures. A program that lacks one says so: `checks.import_library`."""
 
 
-SERVING = {"fastapi", "llguidance", "prometheus-client", "pydantic", "starlette", "uvicorn"}
+SERVING = {"fastapi", "llguidance", "prometheus-client", "starlette", "uvicorn"}
 """Libraries of `medusa serve`."""
 
 

@@ -5,39 +5,32 @@ sampled as the model is deployed. Settings that the paper does not mention are m
 defaults (`PRESETS`). This module knows no training libraries.
 """
 
-# ruff: noqa: RUF009  (`setting` returns a dataclass field)
-
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic.dataclasses import dataclass
+
 from medusa_decoding.training import config_schema
-from medusa_decoding.training.config_schema import (
-    DECAY,
-    ENTRIES,
-    POSITIVE,
-    REQUIRED,
-    SEED,
-    SHARE,
-    WORDS,
-    at_least,
-    setting,
-)
+from medusa_decoding.training.config_schema import REQUIRED, STRICT, setting
 
 Method = Literal["medusa-1", "medusa-2", "self-distillation"]
 OURS = "ours; the papers do not say"
 DEFAULT_HELD_OUT_SHARE = 0.02
+POSITIVE = {"gt": 0, "allow_inf_nan": False}
+NOT_NEGATIVE = {"ge": 0, "allow_inf_nan": False}
+SHARE = {"ge": 0, "lt": 1}
+SEED = {"ge": 0, "lt": 2**32}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class ModelConfig:
     """The backbone."""
 
-    name: str = setting(REQUIRED, "folder or hub id of the base model", "", WORDS)
+    name: str = setting(REQUIRED, "folder or hub id of the base model", "", min_length=1)
     revision: str | None = setting(None, "branch, tag or commit on the hub", OURS)
     dtype: Literal["bfloat16", "float16", "float32"] = setting(
         "bfloat16", "dtype of weights that are not quantised", OURS
@@ -51,51 +44,53 @@ class ModelConfig:
     gradient_checkpointing: bool = setting(False, "recompute activations instead of storing them", OURS)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class HeadsConfig:
     """The heads."""
 
-    num_heads: int = setting(5, "K", "B.2; 2.2.3", at_least(1))
-    num_layers: int = setting(1, "residual blocks per head", "B.2", at_least(1))
+    num_heads: int = setting(5, "K", "B.2; 2.2.3", ge=1)
+    num_layers: int = setting(1, "residual blocks per head", "B.2", ge=1)
     bias: bool = setting(True, "of the residual blocks", "the authors' checkpoints")
     shared_projection: bool = setting(False, "project with the model's lm_head instead of own matrices", "2.1.1: own")
     token_map_size: int | None = setting(
-        None, "size of a trimmed vocabulary: the tokens most frequent in the data; null for all", OURS, at_least(1)
+        None, "size of a trimmed vocabulary: the tokens most frequent in the data; null for all", OURS, ge=1
     )
     storage: Literal["float", "int8", "fp8"] = setting("float", "of own matrices in the checkpoint", OURS)
     parent_rank: int = setting(
-        0, "rank of the term that adds the parent token to a head's prediction; 0 for none", OURS, at_least(0)
+        0, "rank of the term that adds the parent token to a head's prediction; 0 for none", OURS, ge=0
     )
     root_rank: int = setting(
-        0, "rank of the term that adds the root token's embedding to every head's input; 0 for none", OURS, at_least(0)
+        0, "rank of the term that adds the root token's embedding to every head's input; 0 for none", OURS, ge=0
     )
-    initial: str | None = setting(None, "folder of heads to start from; null: W1 zero, W2 the lm_head", "2.1.1", WORDS)
+    initial: str | None = setting(
+        None, "folder of heads to start from; null: W1 zero, W2 the lm_head", "2.1.1", min_length=1
+    )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class SourceConfig:
     """One place that data comes from."""
 
-    path: str = setting(REQUIRED, "file, folder or hub id", "", WORDS)
+    path: str = setting(REQUIRED, "file, folder or hub id", "", min_length=1)
     format: Literal["auto", "sharegpt", "messages", "turns", "prompt", "text"] = setting(
         "auto", "of its records; auto: by their keys", OURS
     )
-    split: str = setting("train", "of a hub dataset", OURS, WORDS)
+    split: str = setting("train", "of a hub dataset", OURS, min_length=1)
     subset: str | None = setting(None, "configuration of a hub dataset", OURS)
     revision: str | None = setting(None, "branch, tag or commit of a hub dataset", OURS)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class DataConfig:
     """What the heads learn from, and how it is put in rows."""
 
-    train: tuple[SourceConfig, ...] = setting(REQUIRED, "training data (the papers: ShareGPT)", "B.3", ENTRIES)
+    train: tuple[SourceConfig, ...] = setting(REQUIRED, "training data (the papers: ShareGPT)", "B.3", min_length=1)
     held_out: tuple[SourceConfig, ...] = setting((), "data to measure on; empty: a share of the training data", OURS)
     held_out_share: float | None = setting(
         None,
         f"share of prompts held out, by hash; null: {DEFAULT_HELD_OUT_SHARE} unless held_out is given",
         OURS,
-        SHARE,
+        **SHARE,
     )
     split_seed: int = setting(0, "seed of that hash", OURS)
     answers: Literal["own", "given"] | None = setting(
@@ -103,35 +98,35 @@ class DataConfig:
         "to learn: own, the model's (medusa distill); given, the data's (medusa train); null: by the command",
         OURS,
     )
-    limit: int | None = setting(None, "how many conversations to read; null for all", OURS, at_least(1))
-    template: str = setting("auto", "auto: the tokenizer's; vicuna; plain; or a Jinja file", OURS, WORDS)
+    limit: int | None = setting(None, "how many conversations to read; null for all", OURS, ge=1)
+    template: str = setting("auto", "auto: the tokenizer's; vicuna; plain; or a Jinja file", OURS, min_length=1)
     template_arguments: dict[str, Any] = setting(dict, "further variables of the template (enable_thinking)", OURS)
-    system: str | None = setting(None, "system message of conversations without one", OURS, WORDS)
+    system: str | None = setting(None, "system message of conversations without one", OURS, min_length=1)
     turns: Literal["joint", "each"] = setting(
         "joint", "joint: learn all assistant turns of a conversation at once; each: one copy per turn", OURS
     )
-    length: int = setting(4096, "tokens per row", "3.1: Vicuna 1.5's own; B.4: 2048", at_least(8))
+    length: int = setting(4096, "tokens per row", "3.1: Vicuna 1.5's own; B.4: 2048", ge=8)
     overlong: Literal["truncate", "drop", "split"] = setting(
         "truncate", "what becomes of conversations longer than a row", OURS
     )
     pack: bool = setting(True, "several conversations per row; none sees another", OURS)
-    max_bad_share: float = setting(0.01, "largest share of unreadable records that is not an error", OURS, SHARE)
-    cache_hidden: str | None = setting(None, "folder that stores hidden states for later epochs", OURS, WORDS)
+    max_bad_share: float = setting(0.01, "largest share of unreadable records that is not an error", OURS, **SHARE)
+    cache_hidden: str | None = setting(None, "folder that stores hidden states for later epochs", OURS, min_length=1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class LoraConfig:
     """The adapter on the backbone."""
 
     enabled: bool = setting(False, "train an adapter instead of the backbone's own weights; on for Medusa-2", "B.2")
-    rank: int = setting(32, "of the adapter", "B.2", at_least(1))
-    alpha: float = setting(16.0, "its scale is alpha / rank", "B.2", POSITIVE)
-    dropout: float = setting(0.05, "of its input", "B.2", SHARE)
-    target: str = setting("all-linear", "modules, in peft's terms", "B.2", WORDS)
+    rank: int = setting(32, "of the adapter", "B.2", ge=1)
+    alpha: float = setting(16.0, "its scale is alpha / rank", "B.2", **POSITIVE)
+    dropout: float = setting(0.05, "of its input", "B.2", **SHARE)
+    target: str = setting("all-linear", "modules, in peft's terms", "B.2", min_length=1)
     lm_head: bool = setting(True, "adapt lm_head too", "B.2")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class LossConfig:
     """Targets and weights in the loss."""
 
@@ -140,76 +135,77 @@ class LossConfig:
         "what heads learn: hard, the text's tokens; kl, the model's own distributions",
         "2.2.1: hard",
     )
-    head_decay: float = setting(0.8, "lambda_k is its k-th power, k from 1", "2.2.1; B.2", DECAY)
+    head_decay: float = setting(0.8, "lambda_k is its k-th power, k from 1", "2.2.1; B.2", gt=0, le=1)
     lambda_0: float | None = setting(
         None,
         "weight of the heads' loss next to the model's own; Medusa-2: 0.2, self-distillation: 0.01",
         "B.3; B.4",
-        POSITIVE,
+        **POSITIVE,
     )
     lambda_0_schedule: Literal["constant", "sine"] = setting(
         "constant", "sine: a quarter wave up to lambda_0 at the end of training", "2.2.2; B.4: sine"
     )
     chunk: int | None = setting(
-        None, "positions whose logits are in memory at a time; null: 128 MiB of logits", OURS, at_least(1)
+        None, "positions whose logits are in memory at a time; null: 128 MiB of logits", OURS, ge=1
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class OptimisationConfig:
     """Steps and rates."""
 
     optimizer: Literal["adamw_8bit", "adamw"] = setting("adamw_8bit", "adamw_8bit is that of bitsandbytes", "B.2")
-    learning_rate: float = setting(5e-4, "peak rate of the backbone; self-distillation: 1e-4", "B.3; B.4", POSITIVE)
+    learning_rate: float = setting(5e-4, "peak rate of the backbone; self-distillation: 1e-4", "B.3; B.4", **POSITIVE)
     heads_factor: float = setting(
-        4.0, "the heads' rate over the backbone's (Medusa-1 has the same 2e-3)", "B.2", POSITIVE
+        4.0, "the heads' rate over the backbone's (Medusa-1 has the same 2e-3)", "B.2", **POSITIVE
     )
     schedule: Literal["cosine", "linear", "constant"] = setting(
         "cosine", "after a linear warm-up; cosine and linear end at 0", "B.2: cosine"
     )
     warmup_steps: int | None = setting(
-        None, "of each stage; null: 40 (self-distillation: 20), at most a quarter of its steps", "B.3; B.4", at_least(0)
+        None, "of each stage; null: 40 (self-distillation: 20), at most a quarter of its steps", "B.3; B.4", ge=0
     )
     warmup_share: float | None = setting(
-        None, "of each stage's steps, instead of warmup_steps; 0.3 with cosine is one cycle", "arXiv 1708.07120", SHARE
+        None,
+        "of each stage's steps, instead of warmup_steps; 0.3 with cosine is one cycle",
+        "arXiv 1708.07120",
+        **SHARE,
     )
-    epochs: float = setting(2.0, "over the data, of the last or only stage", "3.1", POSITIVE)
+    epochs: float = setting(2.0, "over the data, of the last or only stage", "3.1", **POSITIVE)
     heads_first_epochs: float = setting(
-        0.0, "first stage, heads alone; Medusa-2: 2 unless heads.initial is given", "2.2.2; B.3", at_least(0)
+        0.0, "first stage, heads alone; Medusa-2: 2 unless heads.initial is given", "2.2.2; B.3", **NOT_NEGATIVE
     )
-    max_steps: int | None = setting(None, "most steps per stage; null: by epochs", OURS, at_least(1))
+    max_steps: int | None = setting(None, "most steps per stage; null: by epochs", OURS, ge=1)
     patience: int | None = setting(
         None,
         "end after so many evaluations that are worse than the best; null: never (the best heads are kept anyway)",
         OURS,
-        at_least(1),
+        ge=1,
     )
-    batch_size: int = setting(64, "rows per step, over all processes; self-distillation: 128", "B.3; 3.2", at_least(1))
-    micro_batch_size: int = setting(1, "rows that a process computes at a time", OURS, at_least(1))
-    weight_decay: float = setting(0.0, "of matrices", OURS, at_least(0))
-    beta_1: float = setting(0.9, "of AdamW", "its usual value", SHARE)
-    beta_2: float = setting(0.999, "of AdamW", "its usual value", SHARE)
-    epsilon: float = setting(1e-8, "of AdamW", "its usual value", POSITIVE)
+    batch_size: int = setting(64, "rows per step, over all processes; self-distillation: 128", "B.3; 3.2", ge=1)
+    micro_batch_size: int = setting(1, "rows that a process computes at a time", OURS, ge=1)
+    weight_decay: float = setting(0.0, "of matrices", OURS, **NOT_NEGATIVE)
+    beta_1: float = setting(0.9, "of AdamW", "its usual value", **SHARE)
+    beta_2: float = setting(0.999, "of AdamW", "its usual value", **SHARE)
+    epsilon: float = setting(1e-8, "of AdamW", "its usual value", **POSITIVE)
     max_gradient_norm: float | None = setting(
-        1.0, "gradients are clipped to this norm; null: no clipping", OURS, POSITIVE
+        1.0, "gradients are clipped to this norm; null: no clipping", OURS, **POSITIVE
     )
-    seed: int = setting(0, "of initial weights, data order and dropout", OURS, SEED)
+    seed: int = setting(0, "of initial weights, data order and dropout", OURS, **SEED)
     sharding: Literal["auto", "none", "full"] = setting(
         "auto", "full: weights sharded over the processes (FSDP); auto: as accelerate launch --use_fsdp says", OURS
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class OutputConfig:
     """What is written."""
 
-    folder: str = setting(REQUIRED, "checkpoints, logs and the trained heads", "", WORDS)
-    checkpoint_steps: int = setting(200, "steps between checkpoints", OURS, at_least(1))
-    keep_checkpoints: int = setting(2, "how many of the last checkpoints to keep", OURS, at_least(1))
-    log_steps: int = setting(10, "steps between log lines", OURS, at_least(1))
-    evaluate_steps: int | None = setting(
-        None, "steps between evaluations; null: at the end of each epoch", OURS, at_least(1)
-    )
+    folder: str = setting(REQUIRED, "checkpoints, logs and the trained heads", "", min_length=1)
+    checkpoint_steps: int = setting(200, "steps between checkpoints", OURS, ge=1)
+    keep_checkpoints: int = setting(2, "how many of the last checkpoints to keep", OURS, ge=1)
+    log_steps: int = setting(10, "steps between log lines", OURS, ge=1)
+    evaluate_steps: int | None = setting(None, "steps between evaluations; null: at the end of each epoch", OURS, ge=1)
     tensorboard: bool = setting(True, "write TensorBoard event files", OURS)
     merge: bool = setting(
         True,
@@ -218,32 +214,32 @@ class OutputConfig:
     )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class GenerationConfig:
     """How the model writes its own training data in `medusa distill` (2.3.2). The seeds are in data.train."""
 
     heads: str | None = setting(
-        None, "folder or hub id of heads to generate with; null: heads.initial, or plain decoding", OURS, WORDS
+        None, "folder or hub id of heads to generate with; null: heads.initial, or plain decoding", OURS, min_length=1
     )
-    max_new_tokens: int = setting(512, "most tokens per answer", OURS, at_least(1))
+    max_new_tokens: int = setting(512, "most tokens per answer", OURS, ge=1)
     temperature: float | None = setting(
         None,
         "of sampling; 0: greedy; null: as the model's generation_config says, greedy without do_sample",
         "ours; 3.2: 0.3",
-        at_least(0),
+        **NOT_NEGATIVE,
     )
-    top_p: float | None = setting(None, "nucleus of sampling; 1: all tokens; null: the model's own", OURS, POSITIVE)
-    top_k: int | None = setting(None, "tokens to sample from; 0: all; null: the model's own", OURS, at_least(0))
+    top_p: float | None = setting(None, "nucleus of sampling; 1: all tokens; null: the model's own", OURS, **POSITIVE)
+    top_k: int | None = setting(None, "tokens to sample from; 0: all; null: the model's own", OURS, ge=0)
     min_p: float | None = setting(
-        None, "least probability of a token, relative to the likeliest; null: the model's own", OURS, SHARE
+        None, "least probability of a token, relative to the likeliest; null: the model's own", OURS, **SHARE
     )
     quantized: bool = setting(
         False, "let a model that is quantised (model.quantization) answer: it is deployed that way", OURS
     )
-    turns: int = setting(4, "most user turns of a seed that are answered", OURS, at_least(1))
-    prompt_tokens: int = setting(128, "tokens at the start of a text that are its prompt", OURS, at_least(1))
-    batch_size: int = setting(8, "answers generated at once", OURS, at_least(1))
-    seed: int = setting(0, "of sampling", OURS, SEED)
+    turns: int = setting(4, "most user turns of a seed that are answered", OURS, ge=1)
+    prompt_tokens: int = setting(128, "tokens at the start of a text that are its prompt", OURS, ge=1)
+    batch_size: int = setting(8, "answers generated at once", OURS, ge=1)
+    seed: int = setting(0, "of sampling", OURS, **SEED)
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -263,7 +259,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 """What a method changes in the defaults (B.3 for Medusa-2, B.4 and 2.3.2 for self-distillation)."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Config:
     """All settings of a run.
 
@@ -282,7 +278,6 @@ class Config:
     generation: GenerationConfig = setting(GenerationConfig, "the model's own data")
 
     def __post_init__(self) -> None:
-        config_schema.check(self)
         for key, expected in self._exclusions():
             value = operator.attrgetter(key)(self)
             raise ValueError(f"{key}: expected {expected}, got {config_schema.value_text(value)}")
