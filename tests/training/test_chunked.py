@@ -11,28 +11,33 @@ from formulas import (
     VOCAB,
     Largest,
     Made,
+    assert_equal_gradients,
     gradients,
-    plain_medusa,
+    inputs_of,
+    plain_loss,
     plain_targets,
     random_heads,
     random_text,
+    random_weight,
 )
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa_decoding.training.data.targets import IGNORE
 from medusa_decoding.training.loss.language import distillation_loss, language_loss, without_adapter
 from medusa_decoding.training.loss.medusa import medusa_loss
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_gradients_pass_gradcheck(case):
+@pytest.mark.parametrize("case", ["own", "shared, trimmed", "own, parents", "own, parents, root"])
+@pytest.mark.parametrize("targets", ["hard", "kl"])
+def test_gradients_pass_gradcheck(case, targets):
     changes = CASES[case] | ({"token_map": torch.tensor([4, 0, 1])} if "token_map" in CASES[case] else {})
     heads = random_heads(**changes, sizes=(3, 5, 2))
     hidden, labels = random_text(6, hidden=3, vocab=5, ignored=0)
-    hidden.requires_grad_()
+    weight = random_weight(sizes=(5, 3)).requires_grad_(heads.shared_projection)
+    given = inputs_of(heads, labels) | {"teacher_lm_head": random_weight(sizes=(5, 3)) if targets == "kl" else None}
+    through = targets == "hard"  # the teacher's distributions are those of the states, without a gradient
+    hidden.requires_grad_(through)
     names = [name for name, _ in heads.named_parameters()]
-    weight = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
 
     def loss(hidden, weight, *parameters):
         copy = random_heads(**changes, sizes=(3, 5, 2))
@@ -41,10 +46,10 @@ def test_gradients_pass_gradcheck(case):
             setattr(copy, name, parameter)
         lm_head = weight if heads.shared_projection else None
         return medusa_loss(
-            hidden, copy, labels, lm_head=lm_head, through_backbone=True, chunk=3, top=0, repeatable=True
+            hidden, copy, labels, **given, lm_head=lm_head, through_backbone=through, chunk=3, top=0, repeatable=True
         ).loss
 
-    assert torch.autograd.gradcheck(loss, (hidden, weight, *heads.parameters()))
+    assert torch.autograd.gradcheck(loss, (hidden, weight.requires_grad_(through), *heads.parameters()))
 
 
 def test_a_second_backward_pass_is_refused_unless_asked_for():
@@ -73,10 +78,9 @@ def test_an_lm_head_that_is_not_plain_is_called(token_map):
             nn.init.normal_(parameter)
     lora = [p for n, p in lm_head.named_parameters() if "lora" in n]
     whole = lm_head.base_layer.weight.detach() + 2 * lora[1] @ lora[0]
-    heads = random_heads(shared=True, token_map=token_map)
+    heads = random_heads(shared_projection=True, token_map=token_map)
     hidden, labels = random_text()
     hidden.requires_grad_()
-    inputs = [hidden, *heads.parameters(), *lora]
     found = medusa_loss(hidden, heads, labels, lm_head=lm_head, through_backbone=True, chunk=5)
     logits = heads.residual(hidden) @ whole.T
     logits = logits if token_map is None else logits[..., token_map]
@@ -85,34 +89,33 @@ def test_an_lm_head_that_is_not_plain_is_called(token_map):
         for k in range(HEADS)
     )
     torch.testing.assert_close(found.loss, expected)
-    for mine, theirs in zip(gradients(found.loss, *inputs), gradients(expected, *inputs), strict=True):
-        assert theirs.abs().max() > 1e-4
-        torch.testing.assert_close(mine, theirs)
+    assert_equal_gradients(found.loss, expected, [hidden, *heads.parameters(), *lora])
     assert without_adapter(lm_head) is lm_head.base_layer
     lm_head.merge()
     with pytest.raises(ValueError, match="merged"):
         without_adapter(lm_head)
 
 
-@pytest.mark.parametrize("shared", [False, True])
-def test_no_tensor_is_as_large_as_the_logits_of_one_head(shared):
+@pytest.mark.parametrize("case", ["own", "shared", "own, parents"])
+def test_no_tensor_is_as_large_as_the_logits_of_one_head(case):
     positions, hidden_size, vocab, chunk = 600, 8, 1000, 16
-    heads = random_heads(shared=shared, sizes=(hidden_size, vocab, 3), dtype=torch.float32)
+    heads = random_heads(sizes=(hidden_size, vocab, 3), dtype=torch.float32, **CASES[case])
     hidden, labels = random_text(positions, hidden=hidden_size, vocab=vocab, dtype=torch.float32, ignored=0)
     hidden.requires_grad_()
-    weight = torch.randn(vocab, hidden_size, requires_grad=True) if shared else None
+    weight = torch.randn(vocab, hidden_size, requires_grad=True)
+    given = inputs_of(heads, labels) | ({"lm_head": weight} if heads.shared_projection else {})
+    for teacher in (None, weight.detach()):
+        with Largest() as largest:
+            options = {"teacher_lm_head": teacher, "chunk": chunk, "through_backbone": True}
+            medusa_loss(hidden, heads, labels, **given, **options).loss.backward()
+        # The weights' gradient, or the logits of a chunk.
+        assert chunk * vocab <= largest.elements <= 3 * vocab * hidden_size
     with Largest() as largest:
-        medusa_loss(hidden, heads, labels, lm_head=weight, chunk=chunk, through_backbone=True).loss.backward()
-    # The weights' gradient, or the logits of a chunk.
-    assert chunk * vocab <= largest.elements <= 3 * vocab * hidden_size
-    with Largest() as largest:
-        plain_medusa(hidden, heads, labels, weight=weight).backward()
+        plain_loss(hidden, heads, labels, **given).backward()
     assert largest.elements >= positions * vocab
     with Largest() as largest:
-        language_loss(hidden, torch.randn(vocab, hidden_size), labels, chunk=chunk).loss.backward()
-        distillation_loss(
-            hidden, heads_free := torch.randn(vocab, hidden_size), hidden, heads_free, labels, chunk=chunk
-        )
+        language_loss(hidden, weight.detach(), labels, chunk=chunk).loss.backward()
+        distillation_loss(hidden, weight.detach(), hidden, weight.detach(), labels, chunk=chunk)
     assert chunk * vocab == largest.elements
 
 
@@ -120,7 +123,7 @@ def test_no_tensor_is_as_large_as_the_logits_of_one_head(shared):
 def test_chunks_share_the_writing_of_a_weight_s_gradient(shared):
     """No product [V', H] per chunk, but one per H/2 positions, an eighth of the vocabulary at a time."""
     positions, hidden_size, vocab, num_heads = 140, 24, 256, 2
-    heads = random_heads(shared=shared, sizes=(hidden_size, vocab, num_heads))
+    heads = random_heads(shared_projection=shared, sizes=(hidden_size, vocab, num_heads))
     hidden, labels = random_text(positions, hidden=hidden_size, vocab=vocab, ignored=0)
     weight = torch.randn(vocab, hidden_size, dtype=torch.float64, requires_grad=True) if shared else None
     with Made(vocab, hidden_size) as whole, Made(vocab // 8, hidden_size) as eighth:
@@ -128,11 +131,9 @@ def test_chunks_share_the_writing_of_a_weight_s_gradient(shared):
     # Heads that share a matrix sum their gradients in one tensor; separate ones each have a slice of the result.
     assert whole.count == shared
     assert 0 < eighth.count <= num_heads * 8 * -(-positions // (hidden_size // 2))
-    expected = plain_medusa(hidden, heads, labels, weight=weight)
+    expected = plain_loss(hidden, heads, labels, lm_head=weight)
     inputs = [*heads.parameters(), *([weight] if shared else [])]
-    for mine, theirs in zip(gradients(loss, *inputs), gradients(expected, *inputs), strict=True):
-        assert theirs.abs().max() > 1e-4
-        torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+    assert_equal_gradients(loss, expected, inputs, rtol=1e-10, atol=1e-12)
 
 
 def errors_of_ours_and_pytorch(case, dtype, device):
@@ -151,7 +152,7 @@ def errors_of_ours_and_pytorch(case, dtype, device):
         if name == "mine":
             loss = medusa_loss(states, these, labels, lm_head=matrix, chunk=7, through_backbone=True).loss
         else:
-            loss = plain_medusa(states, these, labels, weight=matrix)
+            loss = plain_loss(states, these, labels, lm_head=matrix)
         inputs = [states, *these.parameters(), *([] if matrix is None else [matrix])]
         results[name] = [loss.double(), *(g.double() for g in gradients(loss, *inputs))]
     return [
@@ -174,19 +175,51 @@ def test_16_bits_on_cuda_are_as_exact_as_pytorch_on_full_logits(case, dtype):
         assert 0 < error <= 2 * allowed + 1e-9, (error, allowed)
 
 
-def test_autocast_and_heads_in_another_dtype():
-    heads = random_heads(dtype=torch.float32)
-    hidden, labels = random_text(dtype=torch.bfloat16)
-    expected = plain_medusa(hidden.double(), heads.double(), labels)
-    heads = random_heads(dtype=torch.float32)
-    found = medusa_loss(hidden, heads, labels).loss
-    assert found.dtype == torch.float32
-    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=1e-6)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        rough = medusa_loss(hidden, heads, labels).loss
-    rough.backward()
-    assert heads.w2.grad.dtype == torch.float32
-    assert 0 < abs(rough - expected) < 0.02 * expected
+@pytest.mark.parametrize("case", ["own", "own, parents", "own, root"])
+@pytest.mark.parametrize("targets", ["hard", "kl"])
+def test_autocast_and_16_bits(case, targets):
+    exact = random_heads(**CASES[case])
+    hidden, labels = random_text()
+    given, weight = inputs_of(exact, labels), random_weight()
+    teacher = weight if targets == "kl" else None
+    expected = plain_loss(hidden, exact, labels, **given, teacher=teacher)
+    wanted = gradients(expected, *exact.parameters())
+    if "embed_tokens" in given:
+        given["embed_tokens"].bfloat16()
+    given["teacher_lm_head"] = None if teacher is None else weight.bfloat16()
+    for dtype, states, context in (
+        (torch.float32, hidden.bfloat16(), torch.autocast("cpu", dtype=torch.bfloat16)),
+        (torch.bfloat16, hidden.float(), torch.autocast("cpu", enabled=False)),
+    ):
+        heads = random_heads(dtype=dtype, **CASES[case])
+        with context:
+            loss = medusa_loss(states, heads, labels, **given).loss
+        loss.backward()
+        assert loss.dtype == torch.float32
+        assert 0 < abs(loss - expected) < 0.02 * expected
+        for parameter, theirs in zip(heads.parameters(), wanted, strict=True):
+            assert parameter.grad.dtype == dtype
+            assert (parameter.grad - theirs).norm() < 0.05 * theirs.norm()
+
+
+@pytest.mark.parametrize("token_map", [None, MAP])
+def test_a_teacher_that_is_not_a_plain_matrix_is_called(token_map):
+    class Layer(nn.Module):
+        out_features = VOCAB
+
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(random_weight() / 2)
+
+        def forward(self, states):
+            return 2 * states @ self.weight.T
+
+    heads = random_heads(token_map=token_map)
+    hidden, labels = random_text()
+    called = medusa_loss(hidden, heads, labels, teacher_lm_head=Layer(), chunk=5)
+    plain = medusa_loss(hidden, heads, labels, teacher_lm_head=random_weight(), chunk=5)
+    torch.testing.assert_close(called.loss, plain.loss, rtol=1e-12, atol=0)
+    assert_equal_gradients(called.loss, plain.loss, heads.parameters(), rtol=1e-9, atol=1e-13)
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -202,39 +235,13 @@ def test_a_quantised_lm_head_gives_its_own_loss(bits):
         lm_head = bitsandbytes.nn.Linear8bitLt(64, 128, bias=False, has_fp16_weights=False, threshold=0.0).to("cpu")
         lm_head(torch.zeros(1, 64))
         weight = lm_head.state.CB.float() * lm_head.state.SCB[:, None] / 127
-    heads = random_heads(shared=True, sizes=(64, 128, 2), dtype=torch.float32)
+    heads = random_heads(shared_projection=True, sizes=(64, 128, 2), dtype=torch.float32)
     hidden, labels = random_text(40, hidden=64, vocab=128, dtype=torch.float32)
     found = medusa_loss(hidden, heads, labels, lm_head=lm_head, chunk=9, top=0)
-    expected = plain_medusa(hidden, heads, labels, weight=nn.Parameter(weight))
+    expected = plain_loss(hidden, heads, labels, lm_head=nn.Parameter(weight))
     # 8-bit layers also round their inputs.
     tolerance = {"rtol": 1e-5, "atol": 1e-5} if bits == 4 else {"rtol": 0.05, "atol": 0.05}
     torch.testing.assert_close(found.loss, expected, **tolerance)
     mine, theirs = gradients(found.loss, heads.w1)[0], gradients(expected, heads.w1)[0]
     assert (mine - theirs).norm() <= tolerance["rtol"] * theirs.norm()
     assert theirs.norm() > 1e-3
-
-
-def test_the_teacher_is_the_model_with_its_adapter_off():
-    peft = pytest.importorskip("peft")
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    torch.manual_seed(0)
-    base = LlamaForCausalLM(LlamaConfig(vocab_size=VOCAB, initializer_range=0.3, **sizes))
-    modules = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
-    model = peft.get_peft_model(base, peft.LoraConfig(r=4, lora_alpha=8, target_modules=modules)).eval()
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.3)
-    ids = torch.randint(0, VOCAB, (1, 20))
-    decoder, lm_head = base.model, base.lm_head
-    with torch.no_grad(), model.disable_adapter():
-        original = model(ids, use_cache=False).logits[0, :-1].log_softmax(-1)
-        teacher = decoder(ids, use_cache=False).last_hidden_state[0]
-    hidden = decoder(ids, use_cache=False).last_hidden_state[0]
-    found = distillation_loss(hidden, lm_head, teacher, without_adapter(lm_head), ids[0])
-    logits = model(ids, use_cache=False).logits[0, :-1].log_softmax(-1)
-    expected = F.kl_div(logits, original, log_target=True, reduction="batchmean")
-    assert expected > 0.01
-    torch.testing.assert_close(found.loss, expected)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    for mine, theirs in zip(gradients(found.loss, *trained), gradients(expected, *trained), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-6)
