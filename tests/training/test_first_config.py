@@ -112,9 +112,7 @@ def test_the_model_answers_conversations_that_have_answers(tmp_path):
     ("stated", "words"),
     [
         (None, "greedy (no do_sample)"),
-        ({"do_sample": False, "temperature": 0.6}, "greedy (no do_sample; temperature 0.6 not used)"),
         ({"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": None}, "temperature 0.6, top_k 20"),
-        ({"do_sample": True}, "temperature 1"),
     ],
 )
 def test_the_way_of_sampling_is_the_models_own_and_it_is_said(tmp_path, stated, words):
@@ -153,30 +151,13 @@ def test_names_with_line_breaks_stay_in_comments(tmp_path):
     assert "\n#   medusa train --config 'a b.yaml'\n" in found.to_yaml(["medusa train --config 'a\nb.yaml'"])
 
 
-def mixed(file, answered, alone):
-    lines = [{"prompt": f"Question {n}?", "response": "Yes."} for n in range(answered)]
-    return toy.write_lines(file, *lines, *({"prompt": f"Question {n}?"} for n in range(alone)))
-
-
-def test_given_answers_are_dropped_or_all_there(tmp_path):
+def test_given_answers_are_dropped(tmp_path):
     base = workshop.make_base(tmp_path / "base", max_position_embeddings=512)
-    found, chosen = make(base, mixed(tmp_path / "a.jsonl", 28, 2))
+    lines = [{"prompt": f"Question {n}?", "response": "Yes."} for n in range(28)]
+    found, chosen = make(base, toy.write_lines(tmp_path / "a.jsonl", *lines, *[{"prompt": "Question?"}] * 2))
     # An answer of up to 256 tokens follows every prompt, whatever answer was given.
     assert "half of them have up to 1" in found.facts[1]
     assert chosen["data.length"] == 512
-    found, chosen = make(base, mixed(tmp_path / "b.jsonl", 199, 1), recipe="given-answers")
-    assert not found.distills
-    for recipe in ("given-answers", "paper"):
-        with pytest.raises(ValueError, match=r"DATA: expected an answer in at least 99 % .*, got 3 of 100 without one"):
-            make(base, mixed(tmp_path / "c.jsonl", 97, 3), recipe=recipe)
-
-
-def test_texts_among_prompts_are_measured_by_their_beginning(tmp_path):
-    base = workshop.make_base(tmp_path / "base", max_position_embeddings=512)
-    lines = [*({"prompt": f"Question {n}?"} for n in range(12)), *[{"text": "Paris is the capital. " * 200}] * 9]
-    _, chosen = make(base, toy.write_lines(tmp_path / "a.jsonl", *lines))
-    assert chosen["data.length"] == 512
-    assert chosen["generation.prompt_tokens"] == 128
 
 
 def test_texts_need_no_template(tmp_path):
@@ -196,12 +177,9 @@ def test_texts_need_no_template(tmp_path):
 STRICT = "{%- if messages[0].role == 'assistant' -%}{{- raise_exception('no question') -}}{%- endif -%}"
 
 
-@pytest.mark.parametrize("template", [STRICT + toy.marked(toy.INST), None])
-def test_turns_that_training_drops_are_not_counted(tmp_path, template):
+def test_turns_that_training_drops_are_not_counted(tmp_path):
     base = workshop.make_base(tmp_path / "base")
-    toy.tokenizer("bytes", template).save_pretrained(base)
-    if template is None:
-        (base / "chat_template.jinja").unlink(missing_ok=True)
+    toy.tokenizer("bytes", STRICT + toy.marked(toy.INST)).save_pretrained(base)
     turns = [("gpt", "Welcome"), ("human", "Hi"), ("gpt", "Hello"), ("human", "Bye")]
     raw = {"conversations": [{"from": who, "value": words} for who, words in turns]}
     _, chosen = make(base, toy.write_lines(tmp_path / "a.jsonl", *[raw] * 9), recipe="given-answers")
@@ -217,25 +195,14 @@ def test_a_template_that_changes_earlier_turns_is_rendered_turn_by_turn(tmp_path
     assert chosen["data.template_arguments"] == {"enable_thinking": False}
     # The model writes its answers without the empty thought, so all of them are in one row.
     assert "data.turns" not in make(base, chats)[1]
-    opened = "{%- if add_generation_prompt -%}{{- '<think>\\n\\n</think>\\n\\n' -}}{%- endif -%}"
-    toy.tokenizer("bytes", toy.THINKING + opened).save_pretrained(base)
-    assert make(base, chats)[1]["data.turns"] == "each"
 
 
-@pytest.mark.parametrize(
-    ("gib", "expected"),
-    [
-        (139, {"quantization": "none", "optimizer": "adamw"}),
-        (24, {"quantization": "none", "optimizer": "adamw"}),
-        (12, {"quantization": "4bit", "optimizer": "adamw"}),
-    ],
-)
-def test_a_smaller_gpu_gets_smaller_settings(tmp_path, gpu, gib, expected):
+@pytest.mark.parametrize(("gib", "quantization"), [(24, "none"), (12, "4bit")])
+def test_a_smaller_gpu_gets_smaller_settings(tmp_path, gpu, gib, quantization):
     gpu(gib)
     model, data = large(tmp_path, LLAMA_2), workshop.make_data(tmp_path / "data.jsonl", 200)
     found, chosen = make(model, data, GPU, "given-answers")
-    assert chosen["model.quantization"] == expected["quantization"]
-    assert chosen["optimisation.optimizer"] == expected["optimizer"]
+    assert (chosen["model.quantization"], chosen["optimisation.optimizer"]) == (quantization, "adamw")
     assert chosen["heads.shared_projection"]
     assert chosen["model.dtype"] == "bfloat16"
     assert "data.cache_hidden" not in chosen
@@ -245,9 +212,7 @@ def test_a_smaller_gpu_gets_smaller_settings(tmp_path, gpu, gib, expected):
 def test_a_model_is_not_quantised_to_write_its_answers(tmp_path, gpu):
     gpu(12)
     model, data = large(tmp_path, LLAMA_2), workshop.make_data(tmp_path / "data.jsonl", 200)
-    with pytest.raises(
-        ValueError, match=r"MODEL: expected one that can be trained .*; --recipe paper holds it in 4 bits"
-    ):
+    with pytest.raises(ValueError, match=r"MODEL: expected one that can be .*; --recipe paper with bitsandbytes"):
         make(model, data, GPU)
 
 
@@ -259,7 +224,7 @@ def test_own_projections_that_do_not_fit_are_shared(tmp_path, gpu):
     assert make(model, data, GPU, "paper")[1]["heads.shared_projection"]
 
 
-def test_a_large_vocabulary_is_trimmed_if_its_logits_are_most_of_a_step(tmp_path, monkeypatch, gpu):
+def test_a_large_vocabulary_is_trimmed_if_its_logits_are_most_of_a_step(tmp_path, monkeypatch):
     monkeypatch.setattr(first_config, "available", lambda device: 139 * GIB)
     data = workshop.make_data(tmp_path / "data.jsonl")
     small = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
@@ -269,16 +234,13 @@ def test_a_large_vocabulary_is_trimmed_if_its_logits_are_most_of_a_step(tmp_path
         return make(large(tmp_path, sizes | {"vocab_size": vocabulary}), data, *others)[1].get("heads.token_map_size")
 
     assert size(49152) == 8192
-    assert size(40000) == 4096
     found, _ = make(large(tmp_path, small, vocab_size=49152), data)
     assert (
         "# of 49,152, the answers' most frequent tokens, then the tokenizer's first: 48% of the operations"
         in found.to_yaml([])
     )
-    # A small vocabulary; a large model, whose layers take longer than logits; the paper's recipe; a GPU.
-    assert size(16000) is size(128256, LLAMA_3) is size(49152, small, CPU, "paper") is None
-    gpu(139)
-    assert size(49152, small, GPU) is None
+    # A small vocabulary; a large model, whose layers take longer than logits.
+    assert size(16000) is size(128256, LLAMA_3) is None
 
 
 def test_heads_for_a_gpu(tmp_path, gpu):
@@ -286,16 +248,8 @@ def test_heads_for_a_gpu(tmp_path, gpu):
     _, chosen = make(large(tmp_path, LLAMA_3), workshop.make_data(tmp_path / "data.jsonl"), GPU)
     assert chosen["heads.shared_projection"]
     assert (chosen["heads.num_layers"], chosen["heads.root_rank"], chosen["heads.parent_rank"]) == (2, 256, 64)
-
-
-def test_without_bitsandbytes_a_model_that_does_not_fit_is_refused(tmp_path, gpu):
-    model, data = large(tmp_path, LLAMA_2), workshop.make_data(tmp_path / "data.jsonl")
-    gpu(12, bitsandbytes=False)
-    with pytest.raises(ValueError, match=r"MODEL: expected one that can be trained in 80% of the 12.00 GiB .* 4 bits"):
-        make(model, data, GPU, "given-answers")
-    gpu(2)
-    with pytest.raises(ValueError, match=r"MODEL: expected one that can be trained in 80% of the 2.00 GiB"):
-        make(model, data, GPU)
+    gpu(139, bf16=False)
+    assert make(large(tmp_path, LLAMA_2), tmp_path / "data.jsonl", GPU)[1]["model.dtype"] == "float32"
 
 
 def test_models_that_are_quantised_already_are_taken_as_they_are(tmp_path, gpu):
@@ -307,27 +261,12 @@ def test_models_that_are_quantised_already_are_taken_as_they_are(tmp_path, gpu):
     assert "quantised on disk" in found.facts[0]
 
 
-def test_older_gpus_train_in_float32(tmp_path, gpu):
-    gpu(139, bf16=False)
-    _, chosen = make(large(tmp_path, LLAMA_2), workshop.make_data(tmp_path / "data.jsonl"), GPU)
-    assert chosen["model.dtype"] == "float32"
-
-
 @pytest.mark.parametrize(
-    ("lines", "words"),
-    [
-        ([{"query": "Hi"}], "DATA: expected records .*, got 1 x none of the keys"),
-        ([], "DATA: expected records .*, got an empty file"),
-        ([{"messages": [{"role": "assistant", "content": "Hi"}]}], "DATA: expected records .*, got 1 x no user turn"),
-        (
-            [{"prompt": "Hi"}, {"query": "Hi"}],
-            r"DATA: expected at most 1 % bad records in .*, got 1 of 2 \(most often, 1 x",
-        ),
-    ],
+    ("lines", "words"), [([{"query": "Hi"}], "got 1 x none of the keys"), ([], "got an empty file")]
 )
 def test_unusable_data_is_named(tmp_path, lines, words):
     base = workshop.make_base(tmp_path / "base")
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=f"DATA: expected records .*, {words}"):
         make(base, toy.write_lines(tmp_path / "a.jsonl", *lines))
 
 

@@ -8,6 +8,7 @@ By default the heads learn what the model itself answers, because that is what t
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import random
@@ -65,13 +66,9 @@ class Choice:
 
 @dataclass
 class FirstConfig:
-    """A config as chosen.
+    """A config as chosen: what was found (a line each), all settings in the file's order, and what it is for.
 
-    Attributes:
-        facts: what was found, a line each.
-        choices: all settings that the file has, in its order.
-        distills: whether `medusa distill` writes the answers.
-        title: what it is for.
+    `distills` says whether `medusa distill` writes the answers.
     """
 
     facts: list[str]
@@ -118,13 +115,7 @@ def _written(value: Any) -> str:
 
 @dataclass
 class _Data:
-    """What was found in the data.
-
-    Attributes:
-        several: records of which training takes several questions.
-        several_seeds: records that are several questions to a model that answers them.
-        sample: records as seeds, and as training takes them: None for those without an answer.
-    """
+    """What was found in the data; `several` counts records with several questions, `sample` has some of the records."""
 
     path: str
     records: int = 0
@@ -133,12 +124,7 @@ class _Data:
     kinds: Counter[str] = field(default_factory=Counter)
     unanswered: int = 0
     several: int = 0
-    several_seeds: int = 0
-    sample: list[tuple[Record, Record | None]] = field(default_factory=list)
-
-    @property
-    def texts(self) -> bool:
-        return set(self.kinds) == {"text"}
+    sample: list[Record] = field(default_factory=list)
 
 
 def first_config(model: str, data: str, device: torch.device, recipe: Recipe = "own-answers") -> FirstConfig:
@@ -171,9 +157,8 @@ def first_config(model: str, data: str, device: torch.device, recipe: Recipe = "
     _cache(values, found, lengths)
     if importlib.util.find_spec("tensorboard") is None:
         values.add("output.tensorboard", False, "it is not installed")
-    facts = [_model_words(model, values), _data_words(found, lengths, distills), _device_words(device)]
     title = f"Medusa heads for {Path(model).name} from {Path(data).name}, fitted to {device_name(device)}."
-    return FirstConfig(facts, values.ordered(), distills, title)
+    return FirstConfig(_facts(model, values, found, lengths), values.ordered(), distills, title)
 
 
 # -- what there is -----------------------------------------------------------------------------------------------------
@@ -186,35 +171,24 @@ def _look_at(path: str, distills: bool) -> _Data:
             found.complete = False
             break
         try:
-            seed, kind = parse_record(raw, where, seeds=True), interpret(raw).kind
-            learnt = _learnt(raw, where)
+            record, kind = parse_record(raw, where, seeds=True), interpret(raw).kind
+            found.unanswered += (learnt := _learnt(raw, where)) is None
         except BadRecordError as error:
             found.bad[str(error)] += 1
             continue
         found.records += 1
         found.kinds[kind] += 1
-        found.unanswered += learnt is None
-        found.several += learnt is not None and _asks_again(learnt)
-        found.several_seeds += _asks_again(seed)
+        if not distills:
+            if learnt is None:
+                continue
+            record = learnt
+        found.several += sum(turn["role"] == "user" for turn in record.messages) > 1
         # Each record is in the sample with the same probability.
-        if len(found.sample) < SAMPLE:
-            found.sample.append((seed, learnt))
-        elif (place := rng.randrange(found.records)) < SAMPLE:
-            found.sample[place] = (seed, learnt)
+        place = len(found.sample) if len(found.sample) < SAMPLE else rng.randrange(found.records)
+        found.sample[place : place + 1] = [record] if place < SAMPLE else []
     if found.records == 0:
         reasons = "; ".join(f"{count} x {reason}" for reason, count in found.bad.most_common(3)) or "an empty file"
         raise ValueError(f"DATA: expected records (docs/data.md shows a line of each kind), got {reasons} in {path}")
-    if found.bad.total() > 0.01 * (found.records + found.bad.total()):
-        (reason, count), *_ = found.bad.most_common(1)
-        raise ValueError(
-            f"DATA: expected at most 1 % bad records in {path}, got {found.bad.total()} of "
-            f"{found.records + found.bad.total()} (most often, {count} x: {reason}); docs/data.md shows good ones"
-        )
-    if not distills and found.bad.total() + found.unanswered > 0.01 * (found.records + found.bad.total()):
-        raise ValueError(
-            f"DATA: expected an answer in at least 99 % of the records of {path}, got {found.unanswered} of "
-            f"{found.records} without one; answer or remove these, or leave out --recipe: then the model answers all"
-        )
     return found
 
 
@@ -228,10 +202,6 @@ def _learnt(raw: Any, where: str) -> Record | None:
         return None
 
 
-def _asks_again(record: Record) -> bool:
-    return sum(turn["role"] == "user" for turn in record.messages) > 1
-
-
 def _given(name: str) -> str:
     """Return a file's or folder's path in full, so that it is found from any folder; a hub name as it is.
 
@@ -241,27 +211,19 @@ def _given(name: str) -> str:
     return str(path.resolve()) if path.exists() else name
 
 
-def _model_words(model: str, values: _Values) -> str:
+def _facts(model: str, values: _Values, found: _Data, lengths: list[int]) -> list[str]:
     shapes = values.shapes
-    total = shapes.linear + shapes.other
-    return (
-        f"model: {Path(model).name}, {total / 1e6:,.0f} M weights, hidden size {shapes.hidden}, {shapes.vocabulary:,} "
-        f"tokens, {'quantised on disk' if shapes.stored is not None else 'not quantised'}"
-    )
-
-
-def _data_words(found: _Data, lengths: list[int], distills: bool) -> str:
     kinds = ", ".join(f"{count:,} {kind}" for kind, count in found.kinds.most_common())
     more = "" if found.complete else f" (only the first {RECORDS:,} were read)"
-    what = f"; {found.unanswered:,} without an answer" if distills else ""
+    what = f"; {found.unanswered:,} without an answer" if values.distills else ""
     middle, long = lengths[len(lengths) // 2], _quantile(lengths, 0.95)
-    return f"data: {kinds}{more}{what}; half of them have up to {middle} tokens, 95 % up to {long} (with answers)"
-
-
-def _device_words(device: torch.device) -> str:
-    free = available(device)
-    words = "unknown memory" if free is None else f"{size(free)} of memory free"
-    return f"device: {device_name(device)}, {words}"
+    free = "unknown memory" if values.free is None else f"{size(values.free)} of memory free"
+    return [
+        f"model: {Path(model).name}, {(shapes.linear + shapes.other) / 1e6:,.0f} M weights, hidden size "
+        f"{shapes.hidden}, {shapes.vocabulary:,} tokens, {'quantised on disk' if shapes.stored else 'not quantised'}",
+        f"data: {kinds}{more}{what}; half of them have up to {middle} tokens, 95 % up to {long} (with answers)",
+        f"device: {device_name(values.device)}, {free}",
+    ]
 
 
 # -- choices -----------------------------------------------------------------------------------------------------------
@@ -274,6 +236,7 @@ class _Values:
         self.device, self.settings, self.recipe = device, settings, recipe
         self.distills, self.paper = recipe == "own-answers", recipe == "paper"
         self.gpu = device.type == "cuda"
+        self.quantises = self.gpu and importlib.util.find_spec("bitsandbytes") is not None
         self.free = available(device)
         self.choices: dict[str, Choice] = {}
 
@@ -324,48 +287,40 @@ def _template(values: _Values, model: str, tokenizer: Any, found: _Data) -> Chat
         if "enable_thinking" in str(tokenizer.chat_template):
             arguments = {"enable_thinking": False}
             values.add("data.template_arguments", arguments, "answers without a block of thought")
-    elif not found.texts and "vicuna" in Path(model).name.lower():
+    elif set(found.kinds) != {"text"} and "vicuna" in Path(model).name.lower():
         template = "vicuna"
         values.add("data.template", template, "the tokenizer has no chat template; this is the model's own format")
-    elif found.several_seeds if values.distills else found.several:
+    elif found.several:
         template = "plain"
         values.add("data.template", template, "the tokenizer has no chat template, and there are several turns")
-    turns = "joint"
-    encoder = ChatEncoder(tokenizer, template, turns=turns, arguments=arguments)
+    encoder = ChatEncoder(tokenizer, template, arguments=arguments)
     try:
-        for _ in (_asked if values.distills else _encoded)(encoder, found.sample):
-            pass
+        list((_asked if values.distills else _encoded)(encoder, found.sample))
     except ValueError:
-        turns = "each"
-        encoder = ChatEncoder(tokenizer, template, turns=turns, arguments=arguments)
-        values.add("data.turns", turns, "the template renders an answer differently once other turns follow")
+        encoder = ChatEncoder(tokenizer, template, turns="each", arguments=arguments)
+        values.add("data.turns", "each", "the template renders an answer differently once other turns follow")
     return encoder
 
 
-def _encoded(encoder: ChatEncoder, sample: list[tuple[Record, Record | None]]) -> Iterator[tuple[int, int]]:
-    """Yield how many tokens the examples of a sample have that training takes, and how many of these are learnt."""
-    for _, learnt in sample:
-        try:
-            if learnt is not None:
-                yield from ((len(example.ids), int(example.learnt.sum())) for example in encoder.encode(learnt))
-        except BadRecordError:
-            continue
+def _encoded(encoder: ChatEncoder, sample: list[Record]) -> Iterator[tuple[int, int]]:
+    """Yield how many tokens the examples of a sample have, and how many of these are learnt."""
+    for record in sample:
+        with contextlib.suppress(BadRecordError):
+            yield from ((len(example.ids), int(example.learnt.sum())) for example in encoder.encode(record))
 
 
-def _asked(encoder: ChatEncoder, sample: list[tuple[Record, Record | None]]) -> Iterator[tuple[int, int]]:
-    """Yield how many tokens the questions of each record of a sample have that a model answers, and how many they are.
+def _asked(encoder: ChatEncoder, sample: list[Record]) -> Iterator[tuple[int, int]]:
+    """Yield how many tokens the questions of each record have that a model answers, and how many questions they are.
 
     Raises:
         ValueError: as `Seed`.
     """
-    for record, _ in sample:
-        try:
+    for record in sample:
+        with contextlib.suppress(BadRecordError):
             seed = Seed(0, record, encoder, GenerationConfig(prompt_tokens=TEXT_PROMPT), sys.maxsize)
             first, *more = [turn["content"] for turn in record.messages if turn["role"] == "user"][:TURNS] or [""]
             tokens = [len(encoder.tokenizer(question, verbose=False)["input_ids"]) for question in more]
             yield len(seed.prompt) + sum(tokens), seed.turns
-        except BadRecordError:
-            continue
 
 
 def _lengths(values: _Values, encoder: ChatEncoder, found: _Data) -> tuple[list[int], float]:
@@ -381,7 +336,7 @@ def _lengths(values: _Values, encoder: ChatEncoder, found: _Data) -> tuple[list[
     else:
         sizes = list(_encoded(encoder, found.sample))
     if not sizes:
-        raise ValueError(f"DATA: expected records that the chat template takes, got none in {found.path}")
+        raise ValueError(f"DATA: expected records to learn that the chat template takes, got none in {found.path}")
     lengths = sorted(size for size, _ in sizes)
     wanted = _quantile(lengths, 0.95)
     length = next((step for step in LENGTHS if step >= wanted and step <= most), most)
@@ -406,7 +361,7 @@ def _answers(values: _Values, model: str, found: _Data) -> None:
     answered = found.records - found.unanswered - found.kinds["text"]
     why = f"the {answered:,} given ones are dropped, --recipe given-answers learns them" if answered else ""
     values.add("data.answers", "own", f"`medusa distill`: heads learn what the model writes; {why}".rstrip("; "))
-    if found.several_seeds:
+    if found.several:
         values.add("generation.turns", TURNS, "questions of a conversation, each after the model's own earlier answers")
     own = pretrained.read_generation_config(model, argument="MODEL")
     names = ("temperature", "top_p", "top_k", "min_p")
@@ -420,19 +375,20 @@ def _answers(values: _Values, model: str, found: _Data) -> None:
     values.add("generation.temperature", None, why)
 
 
-def _quantises(values: _Values) -> bool:
-    return values.gpu and importlib.util.find_spec("bitsandbytes") is not None
-
-
 def _heads(values: _Values) -> None:
     as_paper = values.gpu or values.paper
     count = min(5 if as_paper else 4, values.get("data.length") - 2)
     values.add("heads.num_heads", count, "as in the paper" if as_paper else "as in the CPU recipes")
-    values.add("model.dtype", *_dtype(values))
+    if not values.gpu:
+        values.add("model.dtype", "float32", "fastest and exact on most CPUs")
+    elif torch.cuda.is_bf16_supported():
+        values.add("model.dtype", "bfloat16", "this GPU computes in it")
+    else:
+        values.add("model.dtype", "float32", "this GPU has no bfloat16, and float16 cannot be trained in")
     values.add("model.quantization", "none", "the heads learn from the model as it is served")
     values.add("heads.shared_projection", False)
     shapes = values.shapes
-    if values.paper and _quantises(values) and shapes.stored is None:
+    if values.paper and values.quantises and shapes.stored is None:
         values.add("model.quantization", "4bit", "as in the paper (B.3); serve it the same way")
     if values.paper:
         share = shapes.own / (shapes.linear + shapes.other)
@@ -464,51 +420,27 @@ def _trim(values: _Values) -> None:
     values.add(key, kept, f"of {shapes.vocabulary:,}, {words}: {share:.0%} of the operations per step; null for all")
 
 
-def _dtype(values: _Values) -> tuple[str, str]:
-    if values.gpu:
-        if torch.cuda.is_bf16_supported():
-            return "bfloat16", "this GPU computes in it"
-        return "float32", "this GPU has no bfloat16, and float16 cannot be trained in"
-    return "float32", "fastest and exact on most CPUs"
-
-
 def _fit(values: _Values) -> None:
     """Choose optimiser, dtype and quantisation so that one row fits the device.
 
     Raises:
         ValueError: nothing fits.
     """
-    quantises = _quantises(values)
     values.add("optimisation.optimizer", "adamw", "its state in 32 bits fits")
-    if values.paper and quantises:
+    if values.paper and values.quantises:
         values.add("optimisation.optimizer", "adamw_8bit", "as in the paper (B.2)")
     values.add("optimisation.batch_size", 1)
     values.add("optimisation.micro_batch_size", 1)
-    remedies: list[tuple[str, Any, str]] = []
-    if quantises:
-        remedies.append(("optimisation.optimizer", "adamw_8bit", "its state in 32 bits would not fit"))
-    remedies.append(("heads.shared_projection", True, "own projections would not fit"))
+    remedies: list[tuple[str, Any, str]] = [("heads.shared_projection", True, "own projections would not fit")]
     if not values.gpu:
         remedies.append(("model.dtype", "bfloat16", "weights in float32 would not fit"))
-    if quantises and values.shapes.stored is None and not values.distills:
+    if values.quantises and values.shapes.stored is None and not values.distills:
         remedies.append(("model.quantization", "4bit", "16-bit weights would not fit; serve it the same way"))
-    lengths = [step for step in reversed(LENGTHS) if 256 <= step < values.get("data.length")]
-    remedies += [("data.length", step, "longer rows would not fit") for step in lengths]
-    before: list[Choice] = []
     for key, value, why in remedies:
-        if values.fits:
-            break
-        before.append(values.choices[key])
-        values.add(key, value, why)
-    for choice in before[:-1]:  # a later remedy may do without an earlier one
-        needed = values.choices[choice.key]
-        values.choices[choice.key] = choice
-        if not values.fits:
-            values.choices[choice.key] = needed
+        if not values.fits and values.get(key) != value:
+            values.add(key, value, why)
     if not values.fits:
-        advice = "" if quantises or not values.gpu else "; with bitsandbytes installed, it could be held in 4 bits"
-        if values.distills and quantises:
-            advice = "; --recipe paper holds it in 4 bits (and learns the data's answers)"
+        advice = "; --recipe paper with bitsandbytes installed holds it in 4 bits" if values.gpu else ""
         raise ValueError(
             f"MODEL: expected one that can be trained in {ROOM:.0%} of the {size(values.free or 0)} that "
             f"{device_name(values.device)} has free, got about {size(values.bytes)}{advice}"
