@@ -98,8 +98,6 @@ def test_accuracies_and_expected_tokens_by_hand():
     assert rows["4"] == f"{1 + 1 / 2 + 1 / 4 + 1 / 8:.2f}"
     whole = f"{1 + 1 / 2 + 1 / 4 + 2 / 8 + 2 / 16:.2f}"
     assert [rows[f"{size} (the heads fill 7)"] for size in (8, 16, 32, 64)] == [whole] * 4
-    assert "independent" in text
-    assert "not on the text that the model itself writes" in text
     nothing = card_text(facts(accuracy=HeadAccuracy.empty(2)))
     assert "no held-out data" in nothing
     assert "top-1" not in nothing
@@ -119,8 +117,6 @@ def test_data_sources_and_bad_records_are_listed():
     own = config(data={"held_out": [{"path": "held.jsonl"}]})
     text = card_text(facts(config=own, held_out_report=Report(5), tokens=1234567))
     assert ["held out", "held.jsonl", "auto", "", ""] in table(text, ["", "source"])
-    assert "has separate sources. 1,234,567 tokens of training data." in text
-    assert "Held-out data: 5 records read, 0 of them left out." in text
 
 
 @pytest.mark.parametrize(

@@ -41,13 +41,8 @@ def test_learning_rates_with_warm_up(name, after):
         schedule.step()
     rates.append(optimizer.param_groups[0]["lr"])
     assert rates == pytest.approx([2 * s / 4 for s in range(4)] + after, abs=1e-12)
-    for warmup in (-1, 12, 13):
-        with pytest.raises(
-            ValueError, match=f"warmup_steps: expected from 0 to below the 12 steps in all, got {warmup}"
-        ):
-            learning_rates(optimizer, warmup, 12, name)
-    with pytest.raises(ValueError, match="schedule: expected 'cosine', 'linear' or 'constant', got 'steps'"):
-        learning_rates(optimizer, 4, 12, "steps")
+    with pytest.raises(ValueError, match="warmup_steps: expected from 0 to below the 12 steps in all, got 12"):
+        learning_rates(optimizer, 12, 12, name)
 
 
 def test_lambda_0_follows_its_formula():
@@ -57,11 +52,6 @@ def test_lambda_0_follows_its_formula():
     root2, root3, root6 = math.sqrt(2), math.sqrt(3), math.sqrt(6)
     sines = [(root6 - root2) / 4, 1 / 2, root2 / 2, root3 / 2, (root6 + root2) / 4, 1]
     assert rising == pytest.approx([0.01 * sine for sine in sines], rel=1e-14)
-    with pytest.raises(ValueError, match="schedule: expected 'constant' or 'sine', got 'linear'"):
-        lambda_0(0, 6, 0.2, "linear")
-    for step in (-1, 6):
-        with pytest.raises(ValueError, match=f"step: expected from 0 to below 6, got {step}"):
-            lambda_0(step, 6, 0.2)
 
 
 def test_steps_of_stages():
@@ -120,24 +110,8 @@ def test_adamw_by_its_formula():
     torch.testing.assert_close(weight.detach().double(), expected, rtol=1e-6, atol=1e-6)
 
 
-def test_one_cycle_is_a_cosine_after_a_warm_up_of_30_percent():
-    (stage,) = stages(config(optimisation={"warmup_share": 0.3, "max_steps": 20}), 3000)
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0, momentum=0.9)
-    schedule = learning_rates(optimizer, stage.warmup_steps, stage.steps)
-    rates = []
-    for _ in range(20):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        schedule.step()
-    cycle = [s / 6 for s in range(6)] + [(1 + math.cos(math.pi * s / 14)) / 2 for s in range(14)]
-    assert rates == pytest.approx(cycle, abs=1e-12)
-    assert optimizer.param_groups[0]["momentum"] == 0.9
-
-
 def test_groups_without_a_backbone_or_without_parameters():
     heads = MedusaHeads(4, 6, 2, bias=False)
     assert [group["name"] for group in parameter_groups(heads, config=config())] == ["heads, matrices"]
-    with pytest.raises(ValueError, match=r"backbone: expected parameters that are not the heads'"):
-        parameter_groups(heads, [("w1", heads.w1)], config=config())
-    with pytest.raises(ValueError, match="heads: expected parameters that require a gradient, got none"):
+    with pytest.raises(ValueError, match=r"heads: expected parameters that require a gradient, got none"):
         parameter_groups(heads.requires_grad_(False), config=config())

@@ -44,7 +44,3 @@ def test_no_second_copy_of_the_projections_is_made():
     with Largest(projections) as largest:
         fake_quant(projections, "int8", torch.float32)
     assert 0 < largest.bytes <= projections.nbytes / 6
-
-
-def test_a_process_may_hold_no_heads():
-    fake_quant(torch.empty(0, 5, 8), "int8", torch.float32)
