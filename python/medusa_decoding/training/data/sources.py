@@ -1,15 +1,13 @@
 """Read records from files, folders and the hub, each with the place that it comes from.
 
 Files are .jsonl, .json (a list, or one record per line), .txt (one text per file), all of them also as .gz, and
-.parquet. A file is read within bounds: no line, list or compressed file may grow without end.
+.parquet.
 """
 
 from __future__ import annotations
 
 import gzip
-import itertools
 import json
-import math
 import os
 import re
 import zlib
@@ -23,8 +21,6 @@ from medusa_decoding.training.config import SourceConfig
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".parquet", ".txt", ".txt.gz")
 """Endings of the files that are data, in every command."""
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
-MAX_LINE, MAX_WHOLE, MAX_RATIO = 64 * 2**20, 4 * 2**30, 100
-"""Most bytes of one line, and of a whole list or text; how many times its size a compressed file may expand to."""
 
 
 class BadRecordError(ValueError):
@@ -87,49 +83,21 @@ def _parsed(line: bytes) -> Any:
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:
-    room = _most_bytes(path)
     with _open(path) as lines:
-        for number in itertools.count(1):
-            line = lines.readline(MAX_LINE + 1)
-            if not line:
-                return
-            room -= max(len(line), 64)  # empty lines take time, too
-            if len(line) > MAX_LINE or room < 0:
-                raise _too_large(f"{path}:{number}", f"lines of at most {MAX_LINE:,} bytes")
+        for number, line in enumerate(lines, start=1):
             if line.strip():
                 yield f"{path}:{number}", _parsed(line)
-
-
-def _most_bytes(path: Path) -> float:
-    """Return how many bytes may be read from a file: a compressed one could expand without end."""
-    return max(MAX_LINE, MAX_RATIO * path.stat().st_size) if path.suffix == ".gz" else math.inf
-
-
-def _read_whole(path: Path) -> bytes:
-    limit = int(min(MAX_WHOLE, _most_bytes(path)))
-    content = b""
-    if path.stat().st_size <= limit:
-        with _open(path) as file:
-            content = file.read(limit + 1)
-    if len(content) > limit or path.stat().st_size > limit:
-        raise _too_large(path, f"at most {limit:,} bytes")
-    return content
-
-
-def _too_large(where: object, words: str) -> ValueError:
-    return ValueError(
-        f"data: expected {words} (and at most {MAX_RATIO} times a .gz file's own size) in {where}, got more; split it "
-        "into several records or files"
-    )
 
 
 def _json(path: Path) -> Iterator[tuple[str, Any]]:
     with _open(path) as file:
         is_list = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
+        if is_list:
+            file.seek(0)
+            whole = _parsed(file.read())
     if not is_list:
         yield from _json_lines(path)
         return
-    whole = _parsed(_read_whole(path))
     if isinstance(whole, BadRecordError):
         raise ValueError(f"data: expected a list of records in {path}, got {whole}")
     for number, record in enumerate(whole, start=1):
@@ -138,7 +106,8 @@ def _json(path: Path) -> Iterator[tuple[str, Any]]:
 
 def _whole_text(path: Path) -> Iterator[tuple[str, Any]]:
     try:
-        yield str(path), {"text": _read_whole(path).decode("utf-8-sig")}
+        with _open(path) as file:
+            yield str(path), {"text": file.read().decode("utf-8-sig")}
     except UnicodeDecodeError:
         yield str(path), BadRecordError("not UTF-8")
 
