@@ -98,12 +98,6 @@ def test_durations_that_do_not_tell_decide_nothing(rounds, chosen):
     assert (low > 1, high < 1) == (chosen == Tree.chain(1), chosen == Tree([]))
 
 
-def test_single_outliers_do_not_matter():
-    slow = [tuple((20.0 if step % 7 == place else 1.0) for step in range(21)) for place in (1, 3)]
-    measured = [Latency(1, 128, 512, nodes, seconds) for nodes, seconds in zip((1, 2), slow, strict=True)]
-    assert new_case([Tree([]), Tree.chain(1)], [1.0, 1.5], measured).gain == pytest.approx((1.5, 1.5, 1.5))
-
-
 def test_noise_alone_rarely_decides():
     """A tree that is as fast as plain decoding, on a machine that alternates between 12 and 28 ms per step."""
     draws, decided = random.Random(0), 0
