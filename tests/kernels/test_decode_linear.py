@@ -451,3 +451,19 @@ def test_passes_opcheck(device: str, form: str) -> None:
         torch.library.opcheck(
             torch.ops.medusa_kernels.decode_linear.default, (case["x"], weights, given_biases), given_options
         )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_one_hot_row_returns_a_column_bit_for_bit(device: str, dtype: torch.dtype) -> None:
+    weight = torch.randn(48, 64).to(device, dtype)
+    for rows in (3, 64):
+        parts = torch.eye(64).to(device, dtype).split(rows)
+        assert torch.equal(torch.cat([decode_linear(x, [weight]) for x in parts]), weight.T)
+
+
+def test_gates_far_below_zero_are_closed(device: str) -> None:
+    """For a gate below -88, exp(-x) is beyond fp32."""
+    gates = torch.tensor([-20.0, -88.0, -90.0, -200.0, -1e4], dtype=torch.float64)
+    weights = [gates[:, None].float().to(device), torch.ones(5, 1, device=device)]
+    got = decode_linear(torch.ones(1, 1, device=device), weights, gate=True)
+    torch.testing.assert_close(got[0].cpu().double(), gates / (1 + torch.exp(-gates)), rtol=1e-4, atol=1e-34)
