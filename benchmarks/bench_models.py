@@ -30,13 +30,13 @@ import torch
 from benchmarks import enlarged, harness
 from benchmarks.bench_step import MODELS as CONFIGS
 from benchmarks.bench_step import stored_bytes
+from benchmarks.simulator.shapes import ModelShape, shape_of
 from medusa_decoding.checkpoints import find_base_model, pretrained, read_heads
 from medusa_decoding.checkpoints.accuracies import read_accuracies
 from medusa_decoding.demo import CHECKPOINT
 from medusa_decoding.demo.requests import Request
 from medusa_decoding.evaluation.prompts import read_prompts
 from medusa_decoding.model import MedusaModel, MedusaOutput
-from medusa_decoding.roofline.shapes import ModelShape, shape_of
 from medusa_decoding.trees.tree import Tree
 from recipes.demo.requests import answer, draw, encoded
 

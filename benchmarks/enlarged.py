@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from transformers import LlamaForCausalLM, PretrainedConfig
 
+from benchmarks.simulator.shapes import ModelShape, shape_of
 from medusa_decoding.checkpoints import pretrained, read_heads, write_heads
 from medusa_decoding.demo import CHECKPOINT
 from medusa_decoding.heads import MedusaHeads
-from medusa_decoding.roofline.shapes import ModelShape, shape_of
 
 CONSTANT = 1e-4
 """Held by one more dimension of the residual stream, to keep tokens that the small model lacks from being chosen."""

@@ -21,16 +21,16 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from medusa_decoding.cli.simulate import find_device
 
 from benchmarks import bench_step, harness
 from benchmarks.inspection import GPUS, aligned
 from benchmarks.roofline import HEADS as HEAD_SHAPES
+from benchmarks.simulator.devices import Device
+from benchmarks.simulator.operators import Operator, step_operators
+from benchmarks.simulator.shapes import shape_of
 from benchmarks.step_launches import NORMS, Launch, l2_bytes, step_launches
-from medusa_decoding.cli.simulate import find_device
 from medusa_decoding.model import MedusaModel
-from medusa_decoding.roofline.devices import Device
-from medusa_decoding.roofline.operators import Operator, step_operators
-from medusa_decoding.roofline.shapes import shape_of
 from medusa_decoding.trees.tree import Tree
 from medusa_kernels._triton import launch
 
@@ -386,7 +386,7 @@ def main() -> None:
     parser.add_argument("--heads", default="shared", choices=tuple(bench_step.HEADS), help="default: shared")
     parser.add_argument("--ways", nargs="+", choices=tuple(ways), default=("graph", bench_step.OLD))
     parser.add_argument("--seconds", type=float, default=0.4, help="how long each way is timed")
-    words = "peaks to predict by, as in medusa simulate; needed without a GPU, or with one that is not known by name"
+    words = "peaks to predict by, as in the simulator; needed without a GPU, or with one that is not known by name"
     parser.add_argument("--device", metavar="NAME or FILE", help=words)
     args = parser.parse_args()
     try:

@@ -53,7 +53,7 @@ GPUS = {
     "b200": ("100", TARGETS["100"]),
     "rtx-5090": ("120", TARGETS["120"]),
 }
-"""Compilation target and properties of GPUs by name, as `medusa simulate --device` has them."""
+"""Compilation target and properties of GPUs by name, as `benchmarks.simulator --device` has them."""
 RESIDENT = {"80": (64, 32), "86": (48, 16), "89": (48, 24), "90": (64, 32), "100": (64, 32), "120": (48, 24)}
 """Most warps and most programs that a multiprocessor holds, from the same table."""
 

@@ -22,15 +22,16 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from medusa_decoding.cli.simulate import find_device
+
 from benchmarks import harness
 from benchmarks.bench_step import MODELS
 from benchmarks.inspection import aligned
 from benchmarks.plot import read
-from medusa_decoding.cli.simulate import find_device
+from benchmarks.simulator.devices import Attained, Device
+from benchmarks.simulator.operators import Operator, step_operators, total_seconds
+from benchmarks.simulator.shapes import SHAPES, HeadShape, shape_of
 from medusa_decoding.files import MAX_JSON, parse_json, read_text
-from medusa_decoding.roofline.devices import Attained, Device
-from medusa_decoding.roofline.operators import Operator, step_operators, total_seconds
-from medusa_decoding.roofline.shapes import SHAPES, HeadShape, shape_of
 
 Record = dict[str, Any]
 PLAIN = "plain graph"
@@ -205,7 +206,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     words = "file of records (default: the H200's; with --device cpu this machine's)"
     parser.add_argument("records", type=Path, nargs="?", help=words)
-    words = "that they were measured on, as in medusa simulate (default: h200)"
+    words = "that they were measured on, as in benchmarks.simulator (default: h200)"
     parser.add_argument("--device", default="h200", help=words)
     parser.add_argument("--write", action="store_true", help="append the comparison on a CPU to this machine's results")
     args = parser.parse_args(arguments)

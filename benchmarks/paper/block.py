@@ -5,9 +5,9 @@ Unlike a step of this project it has no output projection, lm_head or heads, and
 
 from __future__ import annotations
 
-from medusa_decoding.roofline.operators import Operator, linear
-from medusa_decoding.roofline.shapes import ModelShape
-from medusa_decoding.roofline.simulate import Simulation
+from benchmarks.simulator.operators import Operator, linear
+from benchmarks.simulator.shapes import ModelShape
+from benchmarks.simulator.simulate import Simulation
 
 
 class BlockSimulation(Simulation):

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks import plot
 from benchmarks.paper import values as paper
-from medusa_decoding.roofline.plot import COLOURS
+from benchmarks.simulator.plot import COLOURS
 
 Row = dict[str, Any]
 SERIES = ("qkv mlp init", "qkv mlp ar", "up/gate/down init", "up/gate/down ar", "qk/pv init", "qk/pv ar")

@@ -18,11 +18,11 @@ from typing import Any
 from benchmarks.paper import values as paper
 from benchmarks.paper.block import BlockSimulation, attention_product
 from benchmarks.roofline import fit_attained
-from medusa_decoding.roofline.acceleration import SLOPE, PaperAcceleration
-from medusa_decoding.roofline.devices import A100, DEVICES, Device
-from medusa_decoding.roofline.operators import Operator
-from medusa_decoding.roofline.operators import linear as projection
-from medusa_decoding.roofline.shapes import SHAPES, HeadShape
+from benchmarks.simulator.acceleration import SLOPE, PaperAcceleration
+from benchmarks.simulator.devices import A100, DEVICES, Device
+from benchmarks.simulator.operators import Operator
+from benchmarks.simulator.operators import linear as projection
+from benchmarks.simulator.shapes import SHAPES, HeadShape
 
 Row = dict[str, Any]
 ATTAINED = DEVICES["a100-80-attained"]

@@ -17,6 +17,9 @@ import torch
 
 from benchmarks import harness
 from benchmarks.bench_generate import NEW
+from benchmarks.simulator.devices import DEVICES
+from benchmarks.simulator.operators import Operator, total_seconds
+from benchmarks.simulator.shapes import SHAPES
 from benchmarks.variants.variant import BASE, Figures, Variant, as_json, chosen, config, file_name, train_all
 from medusa_decoding.calibration.texts import Settings, Writer, Written
 from medusa_decoding.checkpoints import pretrained, read_heads
@@ -29,9 +32,6 @@ from medusa_decoding.evaluation.prompts import Prompt, read_prompts
 from medusa_decoding.files import read_json, write_json
 from medusa_decoding.heads import MAX_TOP_K, MedusaHeads
 from medusa_decoding.model import MedusaModel
-from medusa_decoding.roofline.devices import DEVICES
-from medusa_decoding.roofline.operators import Operator, total_seconds
-from medusa_decoding.roofline.shapes import SHAPES
 from medusa_decoding.training import config_schema, train
 from medusa_decoding.training.config import HeadsConfig
 from medusa_decoding.training.data.records import prompt_key

@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks import bench_models
-from medusa_decoding.roofline.shapes import ModelShape
+from benchmarks.simulator.shapes import ModelShape
 
 SHAPE = ModelShape("small", 320, 800, 5, 6, 2, 64, 1100)
 

@@ -4,9 +4,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.enlarged import enlarge, enlarge_heads
+from benchmarks.simulator.shapes import ModelShape
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.heads import MedusaHeads
-from medusa_decoding.roofline.shapes import ModelShape
 
 SHAPE = ModelShape("larger", hidden=160, intermediate=200, layers=4, heads=9, kv_heads=3, head_dim=16, vocabulary=300)
 

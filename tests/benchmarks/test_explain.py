@@ -15,9 +15,9 @@ from benchmarks.bench_step import FORMS, OLD, SETTINGS, WAYS
 from benchmarks.explain import Kernel, measured, predict, stages_of
 from benchmarks.inspection import TARGETS
 from benchmarks.roofline import read_steps
+from benchmarks.simulator.devices import Attained, Device
+from benchmarks.simulator.operators import Operator
 from benchmarks.step_launches import Launch, specialisation
-from medusa_decoding.roofline.devices import Attained, Device
-from medusa_decoding.roofline.operators import Operator
 from medusa_kernels._registry import interpreted
 
 pytestmark = pytest.mark.skipif(interpreted(), reason="the interpreter launches in another way")

@@ -10,8 +10,8 @@ import pytest
 from benchmarks.paper import __main__ as command
 from benchmarks.paper import reproduction
 from benchmarks.roofline import compare, compare_on_cpu, fit_steps, read_steps
-from medusa_decoding.roofline.devices import DEVICES, H200, Device
-from medusa_decoding.roofline.shapes import ModelShape
+from benchmarks.simulator.devices import DEVICES, H200, Device
+from benchmarks.simulator.shapes import ModelShape
 
 # b = 2, q = 3, s = 5, n = 4 heads of d = 8, h = 32, i = 48.
 SMALL = ModelShape("small", hidden=32, intermediate=48, layers=2, heads=4, kv_heads=2, head_dim=8, vocabulary=100)

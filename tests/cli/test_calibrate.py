@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 
+from benchmarks.simulator import __main__ as simulator
 from medusa_decoding.cli import main
 
 PROMPTS = [
@@ -59,8 +60,8 @@ def test_the_result_is_next_to_the_heads_and_other_commands_read_it(capsys, file
     # The heads are loaded as before, and the file is found readable elsewhere.
     assert main(["generate", "--model", str(heads), "--prompt", "abc", "--max-new-tokens", "4"]) == 0
     capsys.readouterr()
-    argv = ["simulate", "--accuracies", str(heads / "calibration.json"), "--nodes", "2", "--batch", "1", "--json"]
-    assert main(argv) == 0
+    argv = ["--accuracies", str(heads / "calibration.json"), "--nodes", "2", "--batch", "1", "--json"]
+    assert simulator.main(argv) == 0
     [point] = json.loads(capsys.readouterr().out)["points"]
     assert point["acceleration"] == pytest.approx(1 + max(hits[0][0], *_gains(hits[0])) / 36, abs=1e-3)
 

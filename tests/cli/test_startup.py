@@ -52,12 +52,11 @@ def test_every_command_has_help_with_an_example(capsys):
         assert f"    medusa {name}" in capsys.readouterr().out
 
 
-def test_trees_and_simulations_import_no_torch(tmp_path):
+def test_trees_import_no_torch(tmp_path):
     Calibration(2, 2, {(0, 0): 5, (1, 1): 4, (NONE, NONE): 1}).save(tmp_path / "c.json")
     for argv in (
         ["tree", "show", "chain:2", "--accuracies", tmp_path / "c.json"],
         ["tree", "search", "--calibration", tmp_path / "c.json", "--nodes", "3", "--held-out", tmp_path / "c.json"],
-        ["simulate", "--accuracies", tmp_path / "c.json", "--nodes", "3"],
     ):
         code, out, err = run(*map(str, argv))
         assert code == 0, err

@@ -4,8 +4,7 @@ import argparse
 
 import pytest
 
-from medusa_decoding.cli import _arguments, argument_parser, demo, main, simulate
-from medusa_decoding.roofline.shapes import SHAPES, find_shape
+from medusa_decoding.cli import _arguments, argument_parser, demo, main
 
 VALUES = ["", "\udcff", "a\0b", "a=[", "folder", "missing.json", "binary.json", "-1", "nan", "9" * 5000, "chain:20000",
           "cartesian:1000,1000,1000"]  # fmt: skip
@@ -27,7 +26,7 @@ COMMANDS = {" ".join(names): parser for names, parser in commands(PARSER)}
 
 @pytest.fixture(autouse=True)
 def no_models(tmp_path, monkeypatch):
-    """A folder of the test's own; no model is loaded, no known shape is simulated."""
+    """A folder of the test's own; no model is loaded."""
 
     def refuse(*args, **kwargs):
         raise ValueError("the model is not loaded in this test")
@@ -38,7 +37,6 @@ def no_models(tmp_path, monkeypatch):
     monkeypatch.setattr(_arguments, "load_tokenizer", refuse)
     monkeypatch.setattr(demo.MedusaModel, "from_pretrained", refuse)
     monkeypatch.setattr("medusa_decoding.cli.argument_parser", lambda: PARSER)  # making it takes longer than the rest
-    monkeypatch.setattr(simulate, "find_shape", lambda name: refuse() if name in SHAPES else find_shape(name))
     (tmp_path / "folder").mkdir()
     (tmp_path / "binary.json").write_bytes(bytes(range(256)))
 

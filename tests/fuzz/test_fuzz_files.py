@@ -8,13 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from limits import MIB, bounded
 
+from benchmarks.simulator.devices import read_device
 from medusa_decoding import Tree
 from medusa_decoding.checkpoints.accuracies import read_accuracies
 from medusa_decoding.cli import _arguments, chat
 from medusa_decoding.cli.tree import find_shares
 from medusa_decoding.decode.adaptive.step_times import StepTimes
 from medusa_decoding.evaluation import read_prompts
-from medusa_decoding.roofline.devices import read_device
 from medusa_decoding.training import config_schema
 from medusa_decoding.training.config import Config
 from medusa_decoding.trees.calibration import Calibration

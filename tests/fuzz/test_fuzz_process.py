@@ -149,13 +149,3 @@ def test_an_argument_that_the_locale_could_not_read_is_read():
     """As Python gives it where the locale is ASCII: a lone surrogate for each byte."""
     assert _arguments.text("\u00e9".encode().decode("ascii", "surrogateescape")) == "\u00e9"
     assert _arguments.text("\u00e9") == "\u00e9"
-
-
-def test_a_device_or_pipe_is_not_replaced_by_a_result(capsys, tmp_path):
-    """As root, a file would take the place of /dev/null."""
-    pipe = tmp_path / "pipe"
-    os.mkfifo(pipe)
-    assert main(["simulate", "--save-device", str(pipe)]) == 2
-    assert "expected a new name or that of a file, got a folder, device or pipe" in capsys.readouterr().err
-    assert pipe.is_fifo()
-    assert [*tmp_path.iterdir()] == [pipe]

@@ -23,7 +23,7 @@ decode.selection decode.adaptive decode.runtime
 checkpoints
 generation
 model
-huggingface chat roofline demo
+huggingface chat demo
 serving
 serving.http
 training.config_schema

@@ -102,7 +102,7 @@ def test_file_round_trip_and_other_readers(counted, tmp_path):
     low, high = values["accuracy"]["intervals"][0][1]
     assert (low, high) == pytest.approx((0.4902, 0.9433), abs=6e-5)
     assert Calibration.load(tmp_path / "c.json") == counted
-    # What medusa simulate reads of it.
+    # What the simulator reads of it.
     assert read_accuracies(tmp_path / "c.json") == [pytest.approx([0.6, 0.2]), pytest.approx([0.2, 0.5])]
 
 

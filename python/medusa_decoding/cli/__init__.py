@@ -1,7 +1,7 @@
 """The `medusa` command: `parsers` has the arguments of each subcommand, and a module of its own runs it.
 
 Exit codes: 2 after bad input (with one clear line), 130 after Ctrl-C, 141 when nobody reads the output any more. torch
-is imported when a command that computes runs: --help, --version, typing errors, trees and simulations answer at once,
+is imported when a command that computes runs: --help, --version, typing errors and trees answer at once,
 and Ctrl-C also works during the seconds that the import takes.
 """
 
@@ -23,7 +23,7 @@ from typing import Any
 COMMANDS = {
     "demo": "demo", "generate": "generate", "chat": "chat", "serve": "serve", "train": "train",
     "distill": "distill", "calibrate": "calibrate", "tune": "tune", "tree": "tree", "eval": "evaluate",
-    "export": "export", "simulate": "simulate", "doctor": "doctor",
+    "export": "export", "doctor": "doctor",
 }  # fmt: skip
 """The module of each command, in the order in which people need them."""
 EXAMPLES = """from a model and data of your own to a faster model:

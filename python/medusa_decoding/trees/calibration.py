@@ -156,7 +156,7 @@ class Calibration:
         return 1.0 + sum(self.shares(tree))
 
     def to_json(self) -> dict[str, Any]:
-        """Return the JSON form; `medusa simulate --accuracies` reads its `accuracy`."""
+        """Return the JSON form; `python -m benchmarks.simulator --accuracies` reads its `accuracy`."""
         hits, total = self.hits, self.positions
         intervals = [[[round(end, 6) for end in wilson(count, total)] for count in row] for row in hits]
         # Known ranks first, so that the order is the same whatever the order of counting was.

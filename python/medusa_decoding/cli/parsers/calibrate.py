@@ -2,8 +2,8 @@
 
 Counted are each rank of each head, and each whole path of ranks. The base model answers the prompts without its heads,
 greedily or sampled with --temperature, and the heads are measured on its answers. Prompts are read as by `medusa eval`.
-The result is a JSON file for `medusa tree search`, `medusa tree show`, `medusa tune` and `medusa simulate
---accuracies`. --resume continues a stopped run after its last prompt.
+The result is a JSON file for `medusa tree search`, `medusa tree show` and `medusa tune`. --resume continues a stopped
+run after its last prompt.
 
     medusa calibrate --model HEADS --prompts mine.jsonl --dtype bfloat16 --device cuda
     medusa calibrate --model HEADS --prompts mt_bench.jsonl --limit 5 --out calibration.json --resume

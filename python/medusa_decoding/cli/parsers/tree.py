@@ -69,8 +69,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         show,
         "--accuracies FILE",
         Path,
-        "draw likelier nodes darker: a file of `medusa calibrate` (how often whole paths are right), or accuracies as "
-        "in `medusa simulate` (as if heads were right independently)",
+        "draw likelier nodes darker: a file of `medusa calibrate` (how often whole paths are right), or a JSON list of "
+        "how often each rank of each head is right (as if heads were right independently)",
     )
     add_option(show, "--width N", _arguments.at_least_one, "columns (default: the terminal's)")
     add_option(show, "--image FILE", Path, "also draw it into a PNG, SVG or PDF")

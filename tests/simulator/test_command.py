@@ -1,14 +1,14 @@
-"""`medusa simulate`: figures, limits, files, and what it refuses."""
+"""`python -m benchmarks.simulator`: figures, limits, files, and what it refuses."""
 
 import json
 
 import pytest
 
-from medusa_decoding.cli import main
+from benchmarks.simulator.__main__ import main
 
 
 def run(capsys, *argv):
-    code = main(["simulate", *map(str, argv)])
+    code = main([*map(str, argv)])
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 

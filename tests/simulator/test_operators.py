@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from medusa_decoding.roofline.devices import Device
-from medusa_decoding.roofline.operators import (
+from benchmarks.simulator.devices import Device
+from benchmarks.simulator.operators import (
     fused_attention,
     linear,
     step_operators,
 )
-from medusa_decoding.roofline.shapes import SHAPES, HeadShape, ModelShape, shape_of
+from benchmarks.simulator.shapes import SHAPES, HeadShape, ModelShape, shape_of
 
 # b = 2, q = 3, s = 5, n = 4 heads of d = 8, h = 32, i = 48.
 SMALL = ModelShape("small", hidden=32, intermediate=48, layers=2, heads=4, kv_heads=2, head_dim=8, vocabulary=100)

@@ -1,20 +1,29 @@
-"""Run `medusa simulate`: see `cli.parsers.simulate` for its arguments."""
+"""Predict what trees cost and gain on a device.
+
+The prediction is a roofline of the step; it also says where speculation stops paying.
+
+    python -m benchmarks.simulator --model vicuna-7b --device a100-80 --batch 1,4,16 --sequence 1024 --nodes 16,64
+    python -m benchmarks.simulator --model FOLDER --device cpu --accuracies heads.json --heads 4 --json
+
+A roofline counts operations and bytes only. Real steps are slower, most of all those with trees; docs/simulation.md
+compares them with measurements.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from medusa_decoding.checkpoints.accuracies import read_accuracies
-from medusa_decoding.roofline.acceleration import Acceleration, PaperAcceleration, TreeAcceleration
-from medusa_decoding.roofline.devices import DEVICES, Device, read_device, write_device
-from medusa_decoding.roofline.plot import draw_sweep
-from medusa_decoding.roofline.shapes import HeadShape, find_shape
-from medusa_decoding.roofline.simulate import (
+from benchmarks.simulator.acceleration import Acceleration, PaperAcceleration, TreeAcceleration
+from benchmarks.simulator.devices import DEVICES, Device, read_device, write_device
+from benchmarks.simulator.plot import draw_sweep
+from benchmarks.simulator.shapes import SHAPES, HeadShape, find_shape
+from benchmarks.simulator.simulate import (
     MOST_BATCH,
     MOST_SEQUENCE,
     Point,
@@ -23,13 +32,49 @@ from medusa_decoding.roofline.simulate import (
     best,
     paying_nodes,
 )
+from medusa_decoding.checkpoints.accuracies import read_accuracies
+from medusa_decoding.cli._arguments import add_option, at_least_one, counts, factor
 from medusa_decoding.trees.plot import check_matplotlib
 
 MEASURED = ("cpu", "cuda")
 
 
-def run(args: argparse.Namespace) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Simulate every combination of the arguments, and print or draw it."""
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.simulator", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    words = f"{', '.join(SHAPES)}, or a folder or hub id with a transformers config"
+    add_option(parser, "--model MODEL", str, words, "vicuna-7b")
+    words = f"{', '.join(DEVICES)}; cpu or cuda: measured now, in seconds; or a JSON file"
+    add_option(parser, "--device DEVICE", str, words, "a100-80")
+    add_option(parser, "--save-device FILE", Path, "write the device as JSON, to be edited")
+    add_option(parser, "--batch B,B", counts, "batch sizes", [1, 4, 16])
+    add_option(parser, "--sequence S,S", counts, "cached rows", [1024])
+    add_option(parser, "--nodes N,N", counts, "root included", [1, 16, 32, 64])
+    add_option(
+        parser,
+        "--accuracies FILE",
+        Path,
+        "JSON: for each head a list of how often each rank is right, or counts (hits, total); each size has its best "
+        "tree then (default: the paper's model, 1 + 0.477 ln n)",
+    )
+    add_option(parser, "--heads K", at_least_one, "default: 4, or those in the accuracies")
+    add_option(parser, "--head-vocabulary V", at_least_one, "rows of a trimmed projection")
+    parser.add_argument("--shared", action="store_true", help="heads project with the model's lm_head")
+    add_option(parser, "--weight-bytes X", factor, "bytes per weight, as 0.5 for 4 bits")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_option(parser, "--plot FOLDER", Path, "draw the speedups there (needs matplotlib)")
+    args = parser.parse_args(argv)
+    try:
+        run(args)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    return 0
+
+
+def run(args: argparse.Namespace) -> None:
+    """Simulate what the arguments say, and print or draw it."""
     if args.plot is not None:
         check_matplotlib()  # before any work
     simulation = make_simulation(args)
@@ -46,7 +91,6 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(result))
     else:
         print_report(result)
-    return 0
 
 
 def find_device(name: str) -> Device:
@@ -58,7 +102,7 @@ def find_device(name: str) -> Device:
     if name in DEVICES:
         return DEVICES[name]
     if name in MEASURED:
-        from medusa_decoding.roofline.probe_device import probe_device  # imports torch
+        from benchmarks.simulator.probe_device import probe_device  # imports torch
 
         return probe_device(name)
     if not Path(name).is_file():
@@ -164,3 +208,7 @@ def print_report(result: dict[str, Any]) -> None:
 def _ranges(found: Sequence[Range], most: int | None) -> str:
     text = [f"{first:,} to {last:,}" + (" or more" if last == most else "") for first, last in found]
     return " and ".join(text) or "none"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

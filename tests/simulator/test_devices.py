@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from medusa_decoding.roofline.devices import DEVICES, Attained, Device, read_device, write_device
-from medusa_decoding.roofline.probe_device import probe_device
-from medusa_decoding.roofline.shapes import find_shape
+from benchmarks.simulator.devices import DEVICES, Attained, Device, read_device, write_device
+from benchmarks.simulator.probe_device import probe_device
+from benchmarks.simulator.shapes import find_shape
 
 GOOD = {"name": "mine", "flops": 1e12, "bandwidth": 1e11}
 
@@ -51,7 +51,7 @@ def test_what_is_no_device_is_refused_by_name(tmp_path: Path, values: Any, messa
 
 def test_the_cpu_is_measured_with_operands_of_known_size(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = iter([2.0, 4.0])
-    monkeypatch.setattr("medusa_decoding.roofline.probe_device._median_seconds", lambda work: next(seconds))
+    monkeypatch.setattr("benchmarks.simulator.probe_device._median_seconds", lambda work: next(seconds))
     device = probe_device("cpu")
     assert device.flops == pytest.approx(2 * 1024**3 / 2)
     assert device.bandwidth == pytest.approx(2**28 / 4)

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.simulator.acceleration import PaperAcceleration, TreeAcceleration
+from benchmarks.simulator.devices import DEVICES
+from benchmarks.simulator.operators import step_operators, total_seconds
+from benchmarks.simulator.shapes import SHAPES, HeadShape
+from benchmarks.simulator.simulate import Simulation, paying
 from medusa_decoding.checkpoints.accuracies import read_accuracies
-from medusa_decoding.roofline.acceleration import PaperAcceleration, TreeAcceleration
-from medusa_decoding.roofline.devices import DEVICES
-from medusa_decoding.roofline.operators import step_operators, total_seconds
-from medusa_decoding.roofline.shapes import SHAPES, HeadShape
-from medusa_decoding.roofline.simulate import Simulation, paying
 from medusa_decoding.trees.tree import Tree
 
 ACCURACIES = [[0.5, 0.2, 0.1], [0.4, 0.1, 0.05], [0.3, 0.2, 0.01]]

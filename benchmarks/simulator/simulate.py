@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from medusa_decoding.roofline.acceleration import Acceleration
-from medusa_decoding.roofline.devices import Device
-from medusa_decoding.roofline.operators import Operator, step_operators, total_seconds
-from medusa_decoding.roofline.shapes import HeadShape, ModelShape
+from benchmarks.simulator.acceleration import Acceleration
+from benchmarks.simulator.devices import Device
+from benchmarks.simulator.operators import Operator, step_operators, total_seconds
+from benchmarks.simulator.shapes import HeadShape, ModelShape
 
 Range = tuple[int, int]
 MOST_BATCH = 4096

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from medusa_decoding.roofline.simulate import Point
+from benchmarks.simulator.simulate import Point
 from medusa_decoding.trees.plot import check_matplotlib
 
 # Colours that stay apart in print and for the colour-blind (Okabe and Ito, 2008).

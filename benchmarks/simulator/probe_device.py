@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 
-from medusa_decoding.roofline.devices import ELEMENT_BYTES, Device
+from benchmarks.simulator.devices import ELEMENT_BYTES, Device
 
 
 def probe_device(kind: str = "cpu", dtype: str | None = None) -> Device:

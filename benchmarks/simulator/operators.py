@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from medusa_decoding.roofline.devices import Device
-from medusa_decoding.roofline.shapes import HeadShape, ModelShape
+from benchmarks.simulator.devices import Device
+from benchmarks.simulator.shapes import HeadShape, ModelShape
 
 Kind = Literal["linear", "attention"]
 
