@@ -142,10 +142,10 @@ def load(args: argparse.Namespace) -> Bench:
     _arguments.resolve_device(args)
     if args.prompts is None:
         if args.model is not None or args.base_model is not None:
-            raise ValueError("--prompts: expected files of prompts for a model of your own, got none")
+            raise ValueError("--prompts is needed for a model of your own")
         for name in ("categories", "template"):
             if getattr(args, name) is not None:
-                raise ValueError(f"--{name}: expected --prompts with it, got none")
+                raise ValueError(f"--{name} needs --prompts")
     tokenizer = _arguments.load_tokenizer(args)
     model = _arguments.load_model(args)
     try:

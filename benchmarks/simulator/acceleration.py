@@ -59,7 +59,7 @@ class TreeAcceleration:
 
     def __init__(self, accuracies: Sequence[Sequence[float]]) -> None:
         if not accuracies:
-            raise ValueError("accuracies: expected at least one head, got none")
+            raise ValueError("accuracies: give at least one head")
         possible, level = 1, 1
         for row in accuracies:
             level *= len(row)

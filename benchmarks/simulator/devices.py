@@ -187,5 +187,5 @@ def _attributes(what: str, values: Any, cls: type, required: tuple[str, ...]) ->
             raise ValueError(f"{what}: expected only {', '.join(known)}, got {name}")
     for name in required:
         if name not in values:
-            raise ValueError(f"{name}: expected a value, got none")
+            raise ValueError(f"{name}: the value is missing")
     return values

@@ -381,7 +381,7 @@ def _cells(name: str, row: Figures) -> dict[str, str]:
 def run_suite(args: argparse.Namespace) -> tuple[str, Figures, str]:
     """Train and measure `heads`; return the record's name, its figures and the table."""
     if args.model != "demo" and args.prompts_from is None:
-        raise ValueError("--prompts-from: expected a file of prompts for a model of your own, got none")
+        raise ValueError("--prompts-from is needed for a model of your own")
     if args.quick:
         args.training_prompts, args.prompts, args.new_tokens = 6, 3, 16
     wanted = chosen((*HEADS, *SWEEP, *OLDER), args.only or [one.name for one in HEADS])

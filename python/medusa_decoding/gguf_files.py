@@ -64,7 +64,7 @@ def check_gguf(file: Path) -> None:
         with open(file, "rb") as stream:
             start = stream.read(128)
     except OSError as error:
-        raise ValueError(f"{file}: expected a GGUF file, got none ({error.strerror})") from error
+        raise ValueError(f"{file}: no such GGUF file ({error.strerror})") from error
     if not start.startswith(b"GGUF"):
         raise ValueError(f"{file}: expected a GGUF file, got one that begins with {start[:4]!r}")
     stated = _START.match(start)
@@ -73,5 +73,5 @@ def check_gguf(file: Path) -> None:
         raise ValueError(f"{file}: expected a model of {', '.join(ARCHITECTURES)}, got architecture {architecture!r}")
     if importlib.util.find_spec("gguf") is None:
         raise ModuleNotFoundError(
-            "gguf: expected the library for GGUF files (pip install 'medusa-kernels[gguf]'), got none"
+            "gguf: the library for GGUF files is not installed; pip install 'medusa-kernels[gguf]'"
         )

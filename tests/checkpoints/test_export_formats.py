@@ -318,7 +318,7 @@ class TestVllm:
     @pytest.mark.parametrize(
         ("tensors", "message"),
         [
-            (BLOCKS, r"expected the projection lm_heads\.0\.weight, got none"),
+            (BLOCKS, r"the projection lm_heads\.0\.weight is missing"),
             (BLOCKS | OWN | {"fc.weight": torch.ones(1)}, r"fc\.weight in .*: expected names that vLLM reads"),
             (BLOCKS | {"lm_heads.0.weight": OWN["lm_heads.0.weight"]}, r"missing 1\.1\.weight"),
         ],
@@ -450,7 +450,7 @@ class TestSharedLmHead:
         embeddings = tensors["model.embed_tokens.weight"]
         del tensors["lm_head.weight"]
         save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
-        with pytest.raises(ValueError, match=r"^base_model: expected a model with an lm_head .*, got none in"):
+        with pytest.raises(ValueError, match=r"^base_model: the weight files of .* have no lm_head"):
             export(checkpoint("shared"), tmp_path / "out", "vllm")
         config = json.loads((base / "config.json").read_text())
         (base / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))

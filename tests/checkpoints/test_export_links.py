@@ -96,5 +96,5 @@ def test_pipes_and_folders_are_neither_read_nor_copied(heads: Path, base: Path) 
     export(heads, heads.parent / "tgi", "original-v1", file="safetensors")
     (base / "config.json").unlink()
     os.mkfifo(base / "config.json")
-    with pytest.raises(ValueError, match=r"^base_model: expected a model's config\.json for embedded, got none in"):
+    with pytest.raises(ValueError, match=r"^base_model: .* has no config\.json, which embedded needs"):
         export(heads, heads.parent / "again", "embedded")

@@ -100,9 +100,9 @@ def _made(whole):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        ([], "--out: expected a file, because the embedded demo checkpoint is no folder of yours"),
+        ([], "--out is needed, because the embedded demo checkpoint is no folder of yours"),
         (["--out", "no/such/folder/c.json"], "--out: expected a file in a folder that exists"),
-        (["--out", "OUT", "--seed", "1"], "--seed: expected --temperature above 0 with it, got none"),
+        (["--out", "OUT", "--seed", "1"], "--seed needs --temperature above 0"),
         (["--model", "HEADS", "--max-new-tokens", "3"], "max_new_tokens: expected at least 4, .* got 3"),
     ],
 )

@@ -45,7 +45,7 @@ def test_generate_streams_the_same_text(capsys, checkpoint, model_text):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["generate", "--model", "HEADS", "--prompt", ""], "prompt: expected some text"),
+        (["generate", "--model", "HEADS", "--prompt", ""], "prompt: give some text"),
         (["generate", "--model", "HEADS", "--file", "missing.txt"], "missing.txt"),
         (["generate", "--model", "HEADS", "--prompt", "a" * 128], "fewer than 128 tokens .*got 128"),
         (["generate", "--model", "HEADS", "--prompt", "a", "--tree", "chain:4"], "depth 4, expected at most 3"),

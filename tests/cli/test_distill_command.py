@@ -145,7 +145,7 @@ def test_finished_records_are_not_generated_again(capsys, place, trained, monkey
         ({"method": "medusa-2"}, "method: expected self-distillation or medusa-1 .* got medusa-2"),
         ({"generation": {"temperature": -1}}, "generation.temperature: expected greater than or equal to 0, got -1"),
         ({"data": {"train": [{"path": "none.jsonl"}]}}, "expected a file, a folder or a hub name, got none.jsonl"),
-        ({"data": {"length": 20}}, "data.train: expected seeds that the model can answer, got none"),
+        ({"data": {"length": 20}}, "data.train: the model can answer none of the records"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(capsys, place, trained, changes, words, monkeypatch):

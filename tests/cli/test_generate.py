@@ -150,12 +150,12 @@ def test_chat_wraps_the_prompt(chat, run_json, capsys):
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--top-p", "0.9"], "--top-p: expected --temperature above 0 or --do-sample with it"),
+        (["--top-p", "0.9"], "--top-p needs --temperature above 0 or --do-sample"),
         (["--temperature", "0", "--do-sample"], "--temperature: expected above 0 with --do-sample"),
-        (["--do-sample", "--acceptance", "typical"], "--do-sample: expected --acceptance lossless"),
-        (["--posterior-alpha", "0.2"], "--posterior-alpha: expected --acceptance typical"),
+        (["--do-sample", "--acceptance", "typical"], "--do-sample needs --acceptance lossless"),
+        (["--posterior-alpha", "0.2"], "--posterior-alpha needs --acceptance typical"),
         (["--acceptance", "typical", "--repetition-penalty", "1.5"], "acceptance: expected 'lossless'"),
-        (["--template", "plain"], "--template: expected --chat with it"),
+        (["--template", "plain"], "--template needs --chat"),
         (["--chat"], "template: expected vicuna, plain or a Jinja file"),
     ],
 )

@@ -177,7 +177,7 @@ def test_an_existing_file_is_never_overwritten(run, tmp_path, monkeypatch):
 
 def test_a_file_that_something_else_wrote_is_not_continued(run, tmp_path):
     (tmp_path / "out.jsonl").write_text("precious\n")
-    assert "out.jsonl.settings next to" in run("--resume", code=2)
+    assert "out.jsonl.settings, which says what" in run("--resume", code=2)
     (tmp_path / "out.jsonl").unlink()
     run()
     whole = (tmp_path / "out.jsonl").read_bytes()
@@ -193,7 +193,7 @@ def test_a_file_that_something_else_wrote_is_not_continued(run, tmp_path):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("", "prompts: expected at least one"),
+        ("", "prompts: no prompt found"),
         ('{"prompt": "a"}\nnot JSON\n', "prompts.jsonl:2, got: not JSON"),
         ('{"prompt": "a"}\n{"prompt": "' + "a" * 105 + '"}\n', r"expected 1 to 104 tokens \(the context of 128 less "),
     ],
@@ -206,7 +206,7 @@ def test_bad_prompts_are_named_before_any_work(run, prompts, tmp_path, content, 
 
 def test_options_of_many_prompts_need_prompts(capsys, checkpoint):
     assert main(["generate", "--model", str(checkpoint / "heads"), "--prompt", "a", "--out", "a.jsonl"]) == 2
-    assert "medusa: --out: expected --prompts with it, got none" in capsys.readouterr().err
+    assert "medusa: --out needs --prompts" in capsys.readouterr().err
 
 
 def test_a_generation_that_fails_names_its_prompt_and_keeps_the_rest(run, prompts, tmp_path, monkeypatch):

@@ -60,7 +60,7 @@ def test_a_curve_has_a_run_per_size_and_predicts_more(recipe, tmp_path, capsys):
     assert main([*arguments, "--resume", "--json"]) == 0  # all sizes are there already
     assert json.loads(capsys.readouterr().out) == found
     assert main(["train", "--config", str(recipe), "--curve", "--set", "data.held_out_share=0"]) == 2
-    assert "--curve: expected held-out data" in capsys.readouterr().err
+    assert "--curve needs held-out data" in capsys.readouterr().err
 
 
 def test_check_says_what_would_run_and_writes_nothing(recipe, tmp_path, capsys):
@@ -144,7 +144,7 @@ def test_a_first_config_overwrites_nothing(tmp_path, monkeypatch, capsys, argume
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "--config: expected a YAML file, got none"),
+        ([], "--config is needed"),
         (["--config", "none.yaml"], "config: expected a readable file, got none.yaml"),
         (["--set", "optimisation.epochs"], "--set: expected KEY=VALUE, got 'optimisation.epochs'"),
         (["--set", "model.name=nowhere/there"], "model.name: expected a model"),

@@ -240,7 +240,7 @@ def test_check_reports_what_has_changed(tune, folder):
     file = folder / "tuning.json"
     code, out, [line] = tune("--check")
     assert (code, out) == (2, "")
-    assert line == f"medusa: {file}: expected a file that `medusa tune` wrote, got none"
+    assert line == f"medusa: {file}: `medusa tune` did not write this file"
     assert tune(*QUICK)[0] == 0
     code, out, errors = tune("--check")
     assert (code, errors) == (0, [])
@@ -293,8 +293,8 @@ def test_a_sweep_chooses_by_the_length_of_each_prompt(tune, folder, stored, tmp_
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--rounds", "2"], "--rounds: expected --sweep with it"),
-        (["--sweep"], "--prompts: expected some files with --sweep"),
+        (["--rounds", "2"], "--rounds needs --sweep"),
+        (["--sweep"], "--sweep needs --prompts"),
         (["--out", "no/such/folder/x.json"], "--out: expected a file in a folder that exists"),
         (["--prefix", "1024"], r"prefix: expected at most \d+ \(the model's context holds 1024 tokens\), got 1024"),
         (["--backend", "graph"], "backend: expected 'auto', 'eager' or 'compiled' on cpu, got 'graph'"),

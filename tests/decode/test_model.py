@@ -44,7 +44,7 @@ IDS = torch.tensor([[1, 2, 3]])
         (torch.tensor([[1, VOCAB]]), {}, rf"ids in \[0, {VOCAB}\) in row 0, got 1 to {VOCAB}"),
         (IDS, {"attention_mask": torch.ones(1, 2)}, r"attention_mask: expected shape \[1, 3\], got \[1, 2\]"),
         (IDS, {"attention_mask": torch.tensor([[1, 0, 1]])}, "row 0 padded at one end only"),
-        (IDS, {"attention_mask": torch.tensor([[0, 0, 0]])}, "at least one token in row 0"),
+        (IDS, {"attention_mask": torch.tensor([[0, 0, 0]])}, "row 0 has no token"),
         (IDS, {"attention_mask": torch.tensor([[1, 2, 1]])}, "only 0 and 1"),
         (IDS, {"max_new_tokens": 0}, "max_new_tokens: expected at least 1, got 0"),
         (IDS, {"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens: expected 0 to 8"),

@@ -181,7 +181,7 @@ def test_a_tokenizer_is_found_whatever_wraps_generate(model, heads, monkeypatch,
     ("ids", "words"),
     [
         ([[1, 0, 3]], r"expected row 0 padded at one end only, got \[1, 0, 1\]"),
-        ([[1, 2], [0, 0]], "expected at least one token in row 1, got none"),
+        ([[1, 2], [0, 0]], "row 1 has no token"),
     ],
 )
 def test_messages_say_when_transformers_made_the_mask(model, heads, ids, words):

@@ -293,7 +293,7 @@ def test_json_and_tables_hold_every_figure(make):
     ("arguments", "words"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens: expected a whole number from 1, got 0"),
-        ({"prompts": []}, "prompts: expected at least one, got none"),
+        ({"prompts": []}, "prompts: give at least one"),
         ({"top_p": 0.5}, "top_p: expected 1.0 without do_sample"),
     ],
 )

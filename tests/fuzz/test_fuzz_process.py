@@ -84,9 +84,7 @@ def test_the_commands_module_imports_no_torch():
 def test_closed_standard_input_is_an_empty_one(monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", None)
     assert main(["generate"]) == 2
-    assert capsys.readouterr().err == (
-        "medusa: prompt: expected some text in --prompt, --file or standard input, got none\n"
-    )
+    assert capsys.readouterr().err == ("medusa: prompt: give some text by --prompt, --file or standard input\n")
 
 
 def test_closed_output_is_no_error(monkeypatch, written):

@@ -34,7 +34,7 @@ def test_a_short_file_has_the_ideal_rooflines_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"name": "x", "flops": 1e12}, "bandwidth: expected a value, got none"),
+        ({"name": "x", "flops": 1e12}, "bandwidth: the value is missing"),
         (GOOD | {"bandwith": 1}, "device: expected only name, flops, .*, got bandwith"),
         (GOOD | {"flops": 0}, "flops: expected a number above 0, got 0"),
         (GOOD | {"dtype": "int8"}, "dtype: expected one of float32, bfloat16, float16, got 'int8'"),

@@ -352,7 +352,7 @@ def test_records_of_other_settings_models_heads_and_seeds_are_not_mixed(generate
     with pytest.raises(ValueError, match=r"data.train: expected the seeds that .* in place [0-9]"):
         generate(model, chatml, records()[1:], resume=True)
     generate.path.with_name("out.jsonl.settings").unlink()
-    with pytest.raises(ValueError, match=r"expected .*out.jsonl.settings next to .* got none"):
+    with pytest.raises(ValueError, match=r"out.jsonl.settings, which says what .* was made with, is missing"):
         generate(model, chatml, records(), resume=True)
     assert generate.path.read_bytes() == before
 

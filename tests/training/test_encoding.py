@@ -202,7 +202,7 @@ def test_a_template_whose_answer_does_not_follow_its_prompt_is_refused():
 
 def test_empty_generation_markers_are_refused():
     template = marked(CHATML).replace("message.role == 'assistant'", "message.role == 'nobody'")
-    with pytest.raises(ValueError, match=r"\{% generation %\} block around each answer of a:1, got none"):
+    with pytest.raises(ValueError, match=r"no \{% generation %\} block around the answers of a:1"):
         ChatEncoder(toy.tokenizer("bytes", template)).encode(record(SINGLE))
 
 

@@ -113,5 +113,5 @@ def test_adamw_by_its_formula():
 def test_groups_without_a_backbone_or_without_parameters():
     heads = MedusaHeads(4, 6, 2, bias=False)
     assert [group["name"] for group in parameter_groups(heads, config=config())] == ["heads, matrices"]
-    with pytest.raises(ValueError, match=r"heads: expected parameters that require a gradient, got none"):
+    with pytest.raises(ValueError, match="heads: no parameter requires a gradient"):
         parameter_groups(heads.requires_grad_(False), config=config())

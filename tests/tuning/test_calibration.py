@@ -72,7 +72,7 @@ def test_trees_that_were_not_counted_are_refused(counted, choices, words):
     [
         (2, 2, {(0, 2): 1}, r"expected 2 ranks below 2 \(or -1\) each, got \[0, 2\]"),
         (2, 2, {(0, 1): 0}, r"a count from 1 for \[0, 1\], got 0"),
-        (2, 2, {}, "at least one, got none"),
+        (2, 2, {}, "give at least one"),
         (2, 11, {(0, 0): 1}, "ranks: expected a whole number from 1 to 10, got 11"),
     ],
 )
@@ -468,7 +468,7 @@ def test_damaged_progress_is_refused_with_its_line(make, tmp_path, finished, lin
     ("settings", "words"),
     [
         ({"max_new_tokens": 0}, "max_new_tokens: expected a whole number from 1, got 0"),
-        ({"prompts": []}, "prompts: expected at least one, got none"),
+        ({"prompts": []}, "prompts: give at least one"),
         ({"temperature": -1.0}, "temperature: expected a number from 0, got -1.0"),
         ({"max_new_tokens": K}, "max_new_tokens: expected at least 4, as texts must go on .* 3 heads reach, got 3"),
     ],

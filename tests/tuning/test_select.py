@@ -317,7 +317,7 @@ def test_verdicts_by_hand():
     assert (verdict.rank, verdict.behind, verdict.best) == (3, pytest.approx(0.2), Tree.chain(1))
     with pytest.raises(ValueError, match="chosen: expected one of the trees that were compared"):
         judge([Tree.chain(3)], found)
-    with pytest.raises(ValueError, match="texts: expected some of more than one new token"):
+    with pytest.raises(ValueError, match="texts: none has more than one new token"):
         sweep(lambda text, tree: Written(0, 0, 0.0), [Tree([])], 1)
 
 

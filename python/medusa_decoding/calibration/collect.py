@@ -71,9 +71,9 @@ def calibrate(
     if model.heads is None:
         raise ValueError("model: expected one with heads, got one without")
     if not prompts:
-        raise ValueError("prompts: expected at least one, got none")
+        raise ValueError("prompts: give at least one")
     if resume and out is None:
-        raise ValueError("resume: expected a file (out) to go on from, got none")
+        raise ValueError("resume needs out, the file to continue")
     heads, ranks = model.heads.num_heads, min(RANKS, model.heads.num_candidates)
     if max_new_tokens <= heads:
         raise ValueError(

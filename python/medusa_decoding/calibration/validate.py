@@ -61,6 +61,6 @@ def validate(
         on_prompt()
     measured = interval.ratio(rows)
     if measured is None:
-        raise ValueError("prompts: expected some with room for more than one new token, got none")
+        raise ValueError("prompts: none leaves room for more than one new token")
     ratio = interval.ratio_of_two(walk(calibration, tree).by_prompt, rows)
     return Validation(tree, expect(calibration, tree), measured, sum(steps for _, steps in rows), ratio)

@@ -43,7 +43,7 @@ def lm_head_weight(folder: Path) -> torch.Tensor:
         if stored.dtype not in DTYPES:
             raise ValueError(f"base_model: expected an lm_head of floats, got {stored.dtype} in {folder}")
         return stored.load()
-    raise ValueError(f"base_model: expected a model with an lm_head in its weight files, got none in {folder}")
+    raise ValueError(f"base_model: the weight files of {folder} have no lm_head")
 
 
 def load_base_model(

@@ -66,7 +66,7 @@ def base_files(base: Path) -> list[Path]:
         kind = "an adapter (merge it first)" if adapted else "none there"
         raise ValueError(f"base_model: expected a model's safetensors files for {NAME}, got {kind} in {base}")
     if not (base / "config.json").is_file():
-        raise ValueError(f"base_model: expected a model's config.json for {NAME}, got none in {base}")
+        raise ValueError(f"base_model: {base} has no config.json, which {NAME} needs")
     if single.is_file():
         return [own_file(single)]
     shards = sorted(set(read_index(index).values()))

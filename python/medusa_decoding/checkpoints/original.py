@@ -44,7 +44,7 @@ def gather(folder: Path) -> HeadTensors:
         return HeadTensors(tensors, notes=notes)
     for name in tensors:
         if not name.startswith(_PREFIX):
-            raise ValueError(f"{name} in {file}: expected the prefix {_PREFIX} like the file's other tensors, got none")
+            raise ValueError(f"{name} in {file}: the prefix {_PREFIX} is missing, which the file's other tensors have")
     return HeadTensors({name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}, _PREFIX, notes)
 
 

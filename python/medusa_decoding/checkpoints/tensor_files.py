@@ -136,14 +136,14 @@ def read_index(index_file: Path, prefix: str = "") -> dict[str, str]:
     """
     weight_map = read_json_object(index_file).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
-        raise ValueError(f"{index_file}: expected a weight_map from tensor names to file names, got none")
+        raise ValueError(f"{index_file}: weight_map, which maps tensor names to file names, is missing")
     wanted = {name: shard for name, shard in weight_map.items() if name.startswith(prefix)}
     for shard in sorted(set(wanted.values())):
         # An index comes from strangers: it must not point to other files of this machine.
         if Path(shard).name != shard:
             raise ValueError(f"{index_file}: weight_map: expected names of files beside it, got {shard[:99]!r}")
         if not os.path.isfile(index_file.parent / shard):  # False also for what can be no name of a file
-            raise ValueError(f"{index_file}: weight_map: expected the file {shard[:99]} beside it, got none")
+            raise ValueError(f"{index_file}: weight_map names {shard[:99]}, which is not in this folder")
     return wanted
 
 

@@ -280,7 +280,7 @@ class Tuning:
                 f"tuning: expected device, model, accuracies, cases and step_times, got {error!r}"
             ) from error
         if not found.cases:
-            raise ValueError("tuning: expected at least one case, got none")
+            raise ValueError("tuning: it has no case")
         if found.weighed not in (INDEPENDENT, WALKED):
             raise ValueError(f"weighed: expected {INDEPENDENT} or {WALKED}, got {found.weighed!r}")
         found.times()
@@ -328,7 +328,7 @@ def find(folder: Path, conditions: Conditions, heads: MedusaHeads) -> tuple[Path
             return file, load_for(file, conditions, heads)
         except (ValueError, OSError) as error:
             refused.append(str(error))
-    raise ValueError("; and ".join(refused) or f"{folder}: expected a file that `medusa tune` wrote, got none")
+    raise ValueError("; and ".join(refused) or f"{folder}: there is no file that `medusa tune` wrote; run it first")
 
 
 def recall(folder: Path, backbone: Backbone, heads: MedusaHeads, backend: Backend, level: int) -> Tuning | None:

@@ -49,8 +49,7 @@ def output_folder(folder: Path) -> Path:
     found = folder if is_writable(folder) else cache_folder(folder)
     if found is None:
         raise ValueError(
-            f"--out: expected a file, because {folder} is no folder of yours to write into and your home folder is not "
-            "known, got none"
+            f"--out is needed, because {folder} is no folder of yours to write into and your home folder is not known"
         )
     return found
 

@@ -78,7 +78,7 @@ def gather(folder: Path) -> HeadTensors:
             raise ValueError(f"{tensor.name[:99]} in {tensor.file}: expected names that vLLM reads, got another")
     if not projections:
         wanted = _SHARED if config.get("original_lm_head") else "lm_heads.0.weight"
-        raise ValueError(f"{folder / WEIGHTS}: expected the projection {wanted}, got none")
+        raise ValueError(f"{folder / WEIGHTS}: the projection {wanted} is missing")
     has_bias = any(match[3] == "bias" for match in blocks.values())
     stated = {"num_heads": len(heads), "num_hidden_layers": layers, "medusa_fc_bias": has_bias}
     notes = contradictions({"medusa_fc_bias": False, **config}, stated)

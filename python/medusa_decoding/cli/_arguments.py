@@ -267,7 +267,7 @@ def sampling(args: argparse.Namespace) -> dict[str, Any]:
     """
     typical, sampled = args.acceptance == "typical", samples(args)
     if typical and args.do_sample:
-        raise ValueError("--do-sample: expected --acceptance lossless with it, got typical, which does not sample")
+        raise ValueError("--do-sample needs --acceptance lossless; typical does not sample")
     if args.temperature == 0 and (typical or args.do_sample):
         raise ValueError("--temperature: expected above 0 with --do-sample or --acceptance typical, got 0")
     for names, given_too, wanted in (
@@ -276,7 +276,7 @@ def sampling(args: argparse.Namespace) -> dict[str, Any]:
     ):
         for name in names:
             if not given_too and getattr(args, name) is not None:
-                raise ValueError(f"--{name.replace('_', '-')}: expected {wanted} with it, got none")
+                raise ValueError(f"--{name.replace('_', '-')} needs {wanted}")
     taken = ("acceptance", "repetition_penalty", "seed", *SAMPLING_ONLY, *TYPICAL_ONLY)
     given = {name: getattr(args, name) for name in taken}
     if sampled or typical:
@@ -365,5 +365,5 @@ def base_model(args: argparse.Namespace) -> str:
 
     base = args.base_model or find_base_model(_heads(args))
     if base is None:
-        raise ValueError(f"--base-model: expected a folder or hub id, because {_heads(args)} names none, got none")
+        raise ValueError(f"--base-model is needed (a folder or hub id), because {_heads(args)} names none")
     return str(base)

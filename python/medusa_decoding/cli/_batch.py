@@ -186,9 +186,9 @@ def _check(args: argparse.Namespace) -> None:
         if given:
             raise ValueError(f"{name}: expected it without --prompts, got both")
     if args.out is None:
-        raise ValueError("--prompts: expected --out with it, got none")
+        raise ValueError("--prompts needs --out")
     if not all(args.stop or ()):
-        raise ValueError("--stop: expected some text, got none")
+        raise ValueError("--stop: give some text")
     check_writable("--out", args.out)
     if not args.resume:
         check_new(args.out, "--out")

@@ -34,9 +34,7 @@ def compare(args: argparse.Namespace, tuning: Tuning, model: MedusaModel, prompt
     asked = [(prompt, writer.encode(prompt)) for prompt in prompts]
     asked = [(prompt, ids) for prompt, ids in asked if len(ids) + new_tokens <= model.backbone.context_limit]
     if not asked:
-        raise ValueError(
-            f"--prompts: expected one that leaves room for {new_tokens} new tokens in the context, got none"
-        )
+        raise ValueError(f"--prompts: none leaves room for {new_tokens} new tokens in the context")
     cases = [tuning.nearest(1, len(ids)) for _, ids in asked]
     chosen = [case.chosen or case.fastest for case in cases]
     expected = {size.tree: size.tokens for case in cases for size in case.sizes}

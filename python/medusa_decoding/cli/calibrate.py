@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     """Read prompts, load the model, calibrate and print."""
     _arguments.resolve_device(args)
     if args.seed is not None and not args.temperature:
-        raise ValueError("--seed: expected --temperature above 0 with it, got none")
+        raise ValueError("--seed needs --temperature above 0")
     out = output_file(args)
     _arguments.heads_folder(args)
     with only_writer("--out", out):
@@ -65,7 +65,7 @@ def output_file(args: argparse.Namespace) -> Path:
     folder = None if args.model is None else _arguments.path(args.model)
     if folder is None or not tuning_paths.is_writable(folder):
         named = "the embedded demo checkpoint" if args.model is None else args.model
-        raise ValueError(f"--out: expected a file, because {named} is no folder of yours to write into, got none")
+        raise ValueError(f"--out is needed, because {named} is no folder of yours to write into")
     return folder / CALIBRATION
 
 

@@ -188,7 +188,7 @@ class Chat:
     def stats(self, rest: str) -> None:
         """Print figures of the last answer and of all answers."""
         if not self.answers:
-            raise ValueError("/stats: expected an answer before it, got none so far")
+            raise ValueError("/stats: there is no answer yet")
         metrics, reused = self.answers[-1]
         everything = _figures.total([one for one, _ in self.answers])
         self._say(f"last answer:\n{_figures.as_text(metrics, reused)}")
@@ -216,13 +216,13 @@ class Chat:
     def retry(self, rest: str) -> None:
         """Send the last unanswered message again."""
         if self.unsent is None:
-            raise ValueError("/retry: expected an unanswered message, got none")
+            raise ValueError("/retry: every message is answered")
         self.answer(self.unsent)
 
     def save(self, rest: str) -> None:
         """Write the history to a file, atomically."""
         if not rest:
-            raise ValueError("/save: expected a file, got none")
+            raise ValueError("/save: name a file")
         write_text(rest, json.dumps({"messages": self.history}, indent=1, ensure_ascii=False) + "\n")
 
     def system(self, rest: str) -> None:

@@ -61,7 +61,7 @@ def _run(args: argparse.Namespace) -> int:
     embedded = args.model is None
     asked = list(EXAMPLES if embedded else QUESTIONS) if args.prompt is None else [args.prompt]
     if not asked[0].strip():
-        raise ValueError("--prompt: expected some text, got none")
+        raise ValueError("--prompt: give some text")
     if args.max_new_tokens is None:
         args.max_new_tokens = 400 if embedded else 100
     heads = CHECKPOINT / "heads" if embedded else _arguments.heads_folder(args)

@@ -162,7 +162,7 @@ def _generate(args: argparse.Namespace, config: Config, file: Path, asked: dict[
     if not args.json:
         print(f"{report}\nin {file}", file=sys.stderr)
     if report.records == 0:
-        raise ValueError(f"data.train: expected seeds that the model can answer, got none; {report}")
+        raise ValueError(f"data.train: the model can answer none of the records; {report}")
     return report.as_json()
 
 

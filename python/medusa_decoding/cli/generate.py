@@ -24,7 +24,7 @@ from medusa_decoding.model import MedusaOutput
 def run(args: argparse.Namespace) -> int:
     """Load, generate, print the text as it is written, then the figures."""
     if args.template is not None and not args.chat:
-        raise ValueError(f"--template: expected --chat with it, got {args.template} alone")
+        raise ValueError("--template needs --chat")
     _arguments.sampling(args)
     if args.prompts is not None:
         from medusa_decoding.cli import _batch
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
         return _batch.run(args)
     for name in ("out", "slots", "resume"):
         if getattr(args, name):
-            raise ValueError(f"--{name}: expected --prompts with it, got none")
+            raise ValueError(f"--{name} needs --prompts")
     if args.tensor_parallel:
         check_tensor_parallel(args)
     _arguments.resolve_device(args)
@@ -121,6 +121,6 @@ def read_prompt(args: argparse.Namespace) -> str:
         except ValueError as error:
             raise ValueError(f"--file: {error}") from error
     if not text:
-        raise ValueError("prompt: expected some text in --prompt, --file or standard input, got none")
+        raise ValueError("prompt: give some text by --prompt, --file or standard input")
     check_text("prompt", text)
     return text

@@ -25,7 +25,7 @@ from medusa_decoding.training.config import Config, table
 def read_config(args: argparse.Namespace) -> Config:
     """Return the configuration that `add_config`'s arguments name; a `ValueError` names what is wrong."""
     if args.config is None:
-        raise ValueError("--config: expected a YAML file, got none; `medusa train --init MODEL DATA` writes one")
+        raise ValueError("--config is needed; `medusa train --init MODEL DATA` writes such a file")
     values: Any = config_schema.read_yaml(args.config)
     for setting in args.set:
         key, equals, text = setting.partition("=")
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         return _init(args)
     for name in ("out", "device", "recipe"):
         if getattr(args, name) is not None:
-            raise ValueError(f"--{name}: expected --init with it, got none")
+            raise ValueError(f"--{name} needs --init")
     config = read_config(args)
     if args.check:
         return _check(config, args.resume)

@@ -159,7 +159,7 @@ def run_search(args: argparse.Namespace) -> int:
         if len(args.nodes) != 1:
             raise ValueError(f"--save: expected one size in --nodes with it, got {len(args.nodes)}")
     elif args.by is not None:
-        raise ValueError("--by: expected --save with it, got none")
+        raise ValueError("--by needs --save")
     calibration = Calibration.load(args.calibration)
     if args.save is not None:
         if args.save.is_dir():

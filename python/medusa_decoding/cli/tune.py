@@ -43,9 +43,9 @@ def run(args: argparse.Namespace) -> int:
     _arguments.resolve_device(args)
     for name in ("prompts", "limit", "max_new_tokens", "rounds", "sweep_out"):
         if getattr(args, name) is not None and not args.sweep:
-            raise ValueError(f"--{name.replace('_', '-')}: expected --sweep with it, got none")
+            raise ValueError(f"--{name.replace('_', '-')} needs --sweep")
     if args.sweep and args.prompts is None:
-        raise ValueError("--prompts: expected some files with --sweep, got none")
+        raise ValueError("--sweep needs --prompts")
     if args.sweep and args.calibration is not None:
         raise ValueError(f"--calibration: expected none with --sweep, which takes stored trees, got {args.calibration}")
     if args.calibration is not None and not args.calibration.is_file():
@@ -88,7 +88,7 @@ def check_stored(out: Path | None, folder: Path) -> None:
         return
     own = folder / tuning_paths.FILE
     file = out or (own if tuning_paths.is_writable(folder) else tuning_paths.cache_folder(folder) or own)
-    raise ValueError(f"{file}: expected a file that `medusa tune` wrote, got none")
+    raise ValueError(f"{file}: `medusa tune` did not write this file")
 
 
 def load_knowledge(file: Path | None, folder: Path, model: MedusaModel, conditions: Conditions) -> Accuracies:
@@ -117,7 +117,7 @@ def tune(args: argparse.Namespace, folder: Path, model: MedusaModel, conditions:
     tokens = expected_tokens(trees, accuracies.by_rank, accuracies.texts)
     prefixes = args.prefix or [prefix for prefix in PREFIXES if prefix <= longest_prefix(model, trees)]
     if not prefixes:
-        raise ValueError(f"--prefix: expected one that fits the context of {model.backbone.context_limit}, got none")
+        raise ValueError(f"--prefix: none fits the context of {model.backbone.context_limit}; give a shorter one")
     cases, measured = [], []
     blocks = len(args.batch) * len(prefixes) * (args.repeats + 1) * len(trees)
     with Progress(blocks, "block") as bar:

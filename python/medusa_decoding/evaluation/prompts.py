@@ -130,7 +130,7 @@ def read_prompts(
         for where, raw in raw_records(SourceConfig(str(path)))
     ]
     if not found:
-        raise ValueError(f"prompts: expected at least one in {', '.join(map(str, paths))}, got none")
+        raise ValueError(f"prompts: no prompt found in {', '.join(map(str, paths))}")
     for note, count in (+notes).items():
         logger.warning("in %d of %d prompts %s", count, len(found), note)
     known = list(dict.fromkeys(prompt.category for prompt in found))
@@ -174,5 +174,5 @@ def _prompt(raw: Any, where: str, file: str, turns: int, notes: Counter[str]) ->
         if len(turn) > MAX_TEXT:
             raise ValueError(f"prompts: expected at most {MAX_TEXT:,} characters in {where}, got {len(turn):,}")
     if not asked:
-        raise ValueError(f"prompts: expected a turn of the user in {where}, got none")
+        raise ValueError(f"prompts: {where} has no turn of the user")
     return Prompt(tuple(asked[:turns]), category or file, where, system, content.text is not None, content.tools)

@@ -76,7 +76,7 @@ def evaluate(
     for name, value in (("max_new_tokens", max_new_tokens), ("rounds", rounds), ("prompt_tokens", prompt_tokens)):
         check_count(name, value)
     if not prompts:
-        raise ValueError("prompts: expected at least one, got none")
+        raise ValueError("prompts: give at least one")
     conversations = Conversations(model, tokenizer, template, prompt_tokens)
     run = _Run(model, conversations, max_new_tokens, tree, rounds, transformers, stop_strings, generation)
     turns = sum(len(prompt.turns) for prompt in prompts)

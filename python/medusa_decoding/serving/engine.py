@@ -230,7 +230,7 @@ class Engine:
         """Start the engine's thread."""
         with self._changed:
             if self._thread is not None or self._deadline is not None:
-                raise RuntimeError("engine: expected one that was not started, got a running or closed one")
+                raise RuntimeError("engine: it was started before; make a new one")
             self._thread = threading.Thread(target=self._run, name="medusa-engine", daemon=True)
             self._thread.start()
         return self

@@ -81,7 +81,7 @@ class Grammars:
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> None:
         if not eos_ids:
-            raise ValueError("eos_ids: expected at least one end token, got none")
+            raise ValueError("eos_ids: give at least one end token")
         self.vocab_size, self.eos_ids = vocab_size, list(eos_ids)
         self._tokenizer = tokenizer
         self._lock = threading.Lock()

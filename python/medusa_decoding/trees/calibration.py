@@ -84,7 +84,7 @@ class Calibration:
             if not isinstance(count, int) or count < 1:
                 raise ValueError(f"paths: expected a count from 1 for {list(path)}, got {count!r}")
         if not self.paths:
-            raise ValueError("paths: expected at least one, got none")
+            raise ValueError("paths: give at least one")
         if self.texts is None:
             return
         for text in (text for texts in self.texts for text in texts):

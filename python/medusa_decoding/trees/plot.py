@@ -176,7 +176,7 @@ def check_matplotlib() -> None:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:
         raise ValueError(
-            "plot: expected matplotlib, got none; pip install matplotlib (or medusa-kernels[train])"
+            "plot: matplotlib is not installed; pip install matplotlib (or medusa-kernels[train])"
         ) from error
 
 

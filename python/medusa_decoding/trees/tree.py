@@ -362,7 +362,7 @@ def _checked_accuracies(accuracies: Sequence[Sequence[float]]) -> list[list[floa
         raise ValueError(f"accuracies: expected a list of numbers for each head, got {shown(accuracies)}") from error
     for k, row in enumerate(rows):
         if not row:
-            raise ValueError(f"accuracies: expected at least one rank for head {k}, got none")
+            raise ValueError(f"accuracies: head {k} has no rank; give at least one")
         for value in row:
             if not 0.0 <= value <= 1.0:
                 raise ValueError(f"accuracies: expected values in [0, 1], got {value} for head {k}")

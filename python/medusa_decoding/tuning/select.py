@@ -73,7 +73,7 @@ def timed_trees(trees: Sequence[Tree], tokens: Sequence[float], measured: Sequen
 def fastest(trees: Sequence[TimedTree]) -> TimedTree:
     """Return the tree with the most tokens per second, the smallest of equally fast ones; `ValueError` for no trees."""
     if not trees:
-        raise ValueError("trees: expected at least one, got none")
+        raise ValueError("trees: give at least one")
     return max(trees, key=lambda one: (one.rate, -one.nodes))
 
 

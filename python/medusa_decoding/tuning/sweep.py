@@ -116,7 +116,7 @@ def sweep(
 def _summed(tree: Tree, rounds: Sequence[Sequence[Written]]) -> Swept:
     tokens, steps = (sum(getattr(one, name) for one in rounds[0]) for name in ("tokens", "steps"))
     if not steps:
-        raise ValueError("texts: expected some of more than one new token, got none")
+        raise ValueError("texts: none has more than one new token")
     texts = tuple(
         (text[0].tokens, statistics.median(one.seconds for one in text)) for text in zip(*rounds, strict=True)
     )

@@ -120,7 +120,7 @@ def _http_error(request: Request, error: HTTPException) -> ApiError:
 def _validation_error(error: RequestValidationError) -> ApiError:
     """Name the field that is wrong; a union has errors of each member, of which one fits the value best."""
     if not isinstance(error.body, dict):
-        return ApiError("body: expected a JSON object (Content-Type: application/json), got none", code="invalid_json")
+        return ApiError("body: send a JSON object (Content-Type: application/json)", code="invalid_json")
     problems = error.errors()
     places = [_place(problem["loc"][1:], error.body) for problem in problems]
 
@@ -140,7 +140,7 @@ def _problem(param: str, problem: Mapping[str, Any]) -> ApiError:
             return ApiError(message + shown(problem["input"]), param=param, code="unsupported_value")
         return ApiError(f"{param}: {_SUPPORTED}", param=param, code="unsupported_parameter")
     if kind == "missing":
-        return ApiError(f"{param}: expected a value, got none", param=param, code="missing_required_parameter")
+        return ApiError(f"{param}: the value is missing", param=param, code="missing_required_parameter")
     reason = re.sub(r"^\w+ should (be|have|match) | after validation.*", "", problem["msg"])
     message = f"{param}: expected {reason}, got {shown(problem['input'])}"
     return ApiError(message, param=param, code="invalid_type" if kind.endswith("_type") else "invalid_value")

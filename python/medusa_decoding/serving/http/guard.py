@@ -66,7 +66,7 @@ class Guard:
         # ASGI decodes headers as Latin-1: this returns the client's bytes.
         same = hmac.compare_digest(given.strip().encode("latin-1"), self._key)
         if scheme.lower() != "bearer" or not same:
-            message = "Authorization: expected Bearer and this server's API key, got none or another one"
+            message = "Authorization: send Bearer and this server's API key"
             raise ApiError(message, 401, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes:

@@ -84,7 +84,7 @@ class Planner:
         if body.max_tokens is not None and body.max_completion_tokens not in (None, body.max_tokens):
             raise ApiError("max_tokens: expected max_completion_tokens or it, got two values", param="max_tokens")
         if body.top_logprobs is not None and not body.logprobs:
-            raise ApiError("top_logprobs: expected logprobs: true with it, got none", param="top_logprobs")
+            raise ApiError("top_logprobs needs logprobs: true", param="top_logprobs")
         offer = offered(body)
         definitions = [tool.model_dump(exclude_none=True) for tool in offer.tools]
         effort = {} if body.reasoning_effort is None else {"reasoning_effort": body.reasoning_effort}
@@ -133,7 +133,7 @@ class Planner:
     ) -> Plan:
         self._check_model(body.model)
         if body.prompt_logprobs is not None and body.stream:
-            raise ApiError("prompt_logprobs: expected stream: false with it, got true", param="prompt_logprobs")
+            raise ApiError("prompt_logprobs needs stream: false", param="prompt_logprobs")
         stops, endings = self._endings(body, constrained=make_grammar is not None)
         new = min([count for count in (most, self._settings.max_new_tokens) if count is not None], default=None)
         scored = [count for count in (body.prompt_logprobs, logprobs if echoes else None) if count is not None]
@@ -184,7 +184,7 @@ class Planner:
         if body.messages is None:
             for name in ("tools", "chat_template_kwargs", "add_generation_prompt"):
                 if getattr(body, name) is not None:
-                    raise ApiError(f"{name}: expected messages with it, got a prompt", param=name)
+                    raise ApiError(f"{name} needs messages, got a prompt", param=name)
             return open_tokens(tokenizer, _encodable(body.prompt or ""), special is not False)
         tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
         open_turn = body.add_generation_prompt is not False
@@ -251,7 +251,7 @@ class Planner:
     def _checked_prompt(self, name: str, tokens: list[int]) -> list[int]:
         context = self._engine.context
         if not tokens:
-            raise ApiError(f"{name}: expected at least one token, got none", param=name, code="invalid_value")
+            raise ApiError(f"{name}: it has no token; give at least one", param=name, code="invalid_value")
         if len(tokens) >= context:  # clients look for OpenAI's words
             message = (
                 f"This model's maximum context length is {context} tokens. However, your {name} resulted in "
@@ -282,7 +282,7 @@ class Planner:
             warmth = {"temperature": temperature} if temperature else {}
             return {**settings, **typical, **warmth, "acceptance": "typical"}
         for name in typical:
-            raise ApiError(f"{name}: expected acceptance: 'typical' with it, got another one", param=name)
+            raise ApiError(f"{name} needs acceptance: 'typical'", param=name)
         if temperature == 0 and narrow and body.temperature is None:
             temperature = 1.0
         # With a temperature of 0 every nucleus keeps the likeliest token, which greedy decoding takes.
@@ -396,7 +396,7 @@ def _plain(place: int, message: Message) -> dict[str, Any]:
     plain["role"] = "system" if message.role == "developer" else message.role
     content = message.content
     if content is None and message.role not in ("assistant", "tool"):
-        raise ApiError(f"{where}.content: expected text, got none", param=f"{where}.content")
+        raise ApiError(f"{where}.content: the text is missing", param=f"{where}.content")
     plain["content"] = content if isinstance(content, str) else "".join(part.text for part in content or ())
     if reasoning := message.reasoning_content or message.reasoning:
         plain["reasoning_content"] = reasoning

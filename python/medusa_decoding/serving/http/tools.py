@@ -62,7 +62,7 @@ def offered(body: ChatRequest) -> Offer:
     """Return what a request says about tools; raises `ApiError` if it contradicts itself."""
     tools, choice = body.tools or [], body.tool_choice
     if choice not in (None, "none", "auto") and not tools:
-        raise ApiError("tool_choice: expected tools with it, got none", param="tool_choice")
+        raise ApiError("tool_choice needs tools", param="tool_choice")
     names = {tool.function.name for tool in tools}
     forced, several = choice == "required", body.parallel_tool_calls
     if choice is not None and not isinstance(choice, str):

@@ -182,7 +182,7 @@ class ChatEncoder:
         if not self._marked:
             spans = self._prefix_spans(text, record, learnt)
         elif not spans:
-            raise ValueError(f"template: expected a {{% generation %}} block around each answer of {where}, got none")
+            raise ValueError(f"template: it has no {{% generation %}} block around the answers of {where}")
         elif self.turns == "each":
             spans = spans[-1:] if learnt else []
         elif len(learnt) < len(answers):

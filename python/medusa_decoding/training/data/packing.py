@@ -68,7 +68,7 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
 
     def __init__(self, examples: Sequence[Example], length: int, pad_token_id: int, *, pack: bool = True) -> None:
         if not examples:
-            raise ValueError("examples: expected at least one, got none")
+            raise ValueError("examples: give at least one")
         lengths = [len(example.ids) for example in examples]
         if max(lengths) > length:
             raise ValueError(f"examples: expected at most {length} tokens each, got {max(lengths)}")

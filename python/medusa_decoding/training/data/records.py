@@ -155,7 +155,7 @@ class Report:
         """
         bad = self.bad.total()
         if self.read == 0:
-            raise ValueError("data: expected at least one record, got none")
+            raise ValueError("data: there is no record")
         if bad > max_bad_share * self.read:
             unanswered = self.bad[NO_ANSWER]
             if unanswered == self.read:

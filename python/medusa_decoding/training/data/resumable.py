@@ -48,7 +48,7 @@ class ResumableFile:
         if not resume:
             check_new(path, name)
         if path.exists() and not stated.exists():
-            raise ValueError(f"{name}: expected {stated} next to {path}, which says what it was made with, got none")
+            raise ValueError(f"{name}: {stated}, which says what {path} was made with, is missing")
         if stated.exists():
             _check_same(stated, json.loads(json.dumps(settings)))
         self.earlier = list(self._read(known)) if path.exists() else []

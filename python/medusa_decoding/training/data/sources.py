@@ -40,7 +40,7 @@ def raw_records(source: SourceConfig) -> Iterator[tuple[str, Any]]:
     elif path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_file() and file.name.endswith(SUFFIXES))
         if not files:
-            raise ValueError(f"data: expected files that end in {', '.join(SUFFIXES)} in {path}, got none")
+            raise ValueError(f"data: {path} has no files that end in {', '.join(SUFFIXES)}")
         for file in files:
             yield from _read_file(file)
     elif path.is_absolute() or source.path.endswith(SUFFIXES) or not HUB_NAME.fullmatch(source.path):

@@ -39,7 +39,7 @@ def curve(
     Raises:
         ValueError: no held-out data, or as `run.train`.
     """
-    missing = ValueError("--curve: expected held-out data (data.held_out, or a larger data.held_out_share), got none")
+    missing = ValueError("--curve needs held-out data: set data.held_out, or a larger data.held_out_share")
     if not config.data.held_out and config.held_out_share == 0:
         raise missing
     sizes: list[dict[str, Any]] = []

@@ -35,7 +35,7 @@ def parameter_groups(
     of_heads = [(name, p) for name, p in heads.named_parameters() if p.requires_grad]
     of_backbone = [(name, p) for name, p in backbone if p.requires_grad]
     if not of_heads and not of_backbone:
-        raise ValueError("heads: expected parameters that require a gradient, got none")
+        raise ValueError("heads: no parameter requires a gradient")
     if {id(p) for _, p in of_heads} & {id(p) for _, p in of_backbone}:
         raise ValueError("backbone: expected parameters that are not the heads', got some of theirs")
     found = []
