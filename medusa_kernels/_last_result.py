@@ -29,7 +29,7 @@ class LastResult(Generic[T]):
         return result if [tensor._version for tensor in tensors] == versions else None
 
     def keep(self, tensors: tuple[Tensor, ...], values: object, result: T) -> T:
-        """Keep a result in place of the last one, unless a change in place would go unseen; return it."""
+        """Keep a result instead of the last one, unless a change in place would go unseen; return it."""
         if not any(tensor.is_inference() for tensor in tensors):
             self._last = tensors, [tensor._version for tensor in tensors], values, result
         return result

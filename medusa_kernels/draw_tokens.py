@@ -1,4 +1,4 @@
-"""Draws at every tree node from the likeliest tokens: temperature, top-k, top-p and min-p, without sorting.
+"""Draws at every tree node from the most likely tokens: temperature, top-k, top-p and min-p, without sorting.
 
 It does not know seeds, processors as objects or trees: the noise is given, and which of the drawn tokens matter is
 decided elsewhere.
@@ -28,9 +28,9 @@ def draw_tokens(
     """Draw a token at every node: the argmax of `logits / temperature + noise` among the tokens that are kept.
 
     Tokens are kept as transformers' processors of these names keep them, one after the other. Top-k keeps the k
-    likeliest tokens and what ties with the last of them. Top-p drops tokens from the least likely up, equally likely
+    most likely tokens and what ties with the last of them. Top-p drops tokens from the least likely up, equally likely
     ones by their ids, while their sum is at most `1 - top_p` of what top-k has kept. Min-p drops what is less than
-    `min_p` times as likely as the likeliest token, which always stays.
+    `min_p` times as likely as the most likely token, which always stays.
 
     Args:
         logits: `[B, N, V]`; fp16, bf16 or fp32; any strides.

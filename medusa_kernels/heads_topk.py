@@ -36,7 +36,7 @@ def heads_topk(
     temperature: float = 1.0,
     noise: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return each head's k likeliest tokens with their log-probabilities (the paper's heads, section 2.1.1).
+    """Return each head's k most likely tokens with their log-probabilities (the paper's heads, section 2.1.1).
 
     Head j computes `h <- h + W_root_j root` if there is a root, `h <- h + SiLU(W1_j h + b1_j)` for each of its residual
     blocks, `x = W2_j h / temperature + noise`, and the log-softmax of x over the V' rows of `W2_j`.

@@ -296,7 +296,7 @@ def _gumbel(bits: Tensor) -> Tensor:
 
 
 def draw_tokens(logits, noise, noise_rows=None, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
-    """The best of the likeliest tokens with their noise; see the public `draw_tokens`."""
+    """The best of the most likely tokens with their noise; see the public `draw_tokens`."""
     scores = _wide(logits) / temperature
     ordered, tokens = scores.sort(dim=-1, stable=True)
     kept = torch.ones_like(scores, dtype=torch.bool)

@@ -1,4 +1,4 @@
-"""Dynamic trees: keep the likeliest nodes of a tree of candidates, always the same number of them.
+"""Dynamic trees: keep the most likely nodes of a tree of candidates, always the same number of them.
 
 It does not know heads or tokenizers: the candidates' probabilities and the tree that they form are given.
 """
@@ -24,8 +24,8 @@ def tree_select(
     """Keep the candidates with the most probable paths (the paper's section 2.3.3, for one step instead of a data set).
 
     A candidate's probability is the product of those along its path, so it never exceeds its parent's, and the
-    likeliest candidates are a tree again. Sums of log-probabilities are taken in fp32 from the root on; equal ones stay
-    in the order of the candidates. A log-probability above 0 counts as 0, NaN as minus infinity.
+    most likely candidates are a tree again. Sums of log-probabilities are taken in fp32 from the root on; equal ones
+    stay in the order of the candidates. A log-probability above 0 counts as 0, NaN as minus infinity.
 
     Args:
         tokens: int64 `[B, M]`, the token of each candidate; candidate 0 is the root, which is always kept. M is at most

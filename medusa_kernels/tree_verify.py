@@ -38,7 +38,7 @@ def tree_verify(
         candidates: int64 `[B, N]`, the token of each node.
         parents: int32 `[N]` or `[B, N]`, the node index of each node's parent, -1 for the root. None: a chain,
             in which the parent of node i is i - 1.
-        temperature: 0 takes the likeliest token; above 0 samples from `softmax(logits / temperature)`.
+        temperature: 0 takes the most likely token; above 0 samples from `softmax(logits / temperature)`.
         noise: fp32 `[B, R, V]`, independent standard Gumbel noise, from which the sample is
             `argmax(logits / temperature + noise)`. Required at a temperature above 0; at 0, where the limit of the
             sample is the argmax whatever the noise, it is ignored. See `gumbel_noise`.

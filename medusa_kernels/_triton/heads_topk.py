@@ -51,9 +51,9 @@ def residual_kernel(
 ):  # fmt: skip
     """Compute h + SiLU(W1 x + b1) for BLOCK_M rows and one program's share of the rows of one head's W1.
 
-    hidden (h) [B, H] or [B, K, H], x likewise with R in place of H, w1 [K, H, R] and b1 [K, H] give states [B, K, H];
+    hidden (h) [B, H] or [B, K, H], x likewise with R instead of H, w1 [K, H, R] and b1 [K, H] give states [B, K, H];
     without ACTIVATE h + W1 x + b1. Everything is fp32 until the one rounding to the dtype of the states, which may be
-    fp16 in place of bf16. Sizes (H and R, the columns) and strides come in units of UNIT elements. PREFETCH: bytes of
+    fp16 instead of bf16. Sizes (H and R, the columns) and strides come in units of UNIT elements. PREFETCH: bytes of
     each row of the first tile to load into the L2 while the previous kernel runs.
     """
     i_m, i_p, i_k = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)

@@ -4,7 +4,7 @@ The first keeps, per node and program, the best token and the sums for log-sum-e
 of the vocabulary. The second combines them in a fixed order, and computes the one logit that the log-probability of a
 child needs as a separate dot product. Logits exist one tile at a time, in registers.
 
-If only the likeliest tokens of many nodes are wanted, PyTorch multiplies instead: see `PRODUCT_ROWS`.
+If only the most likely tokens of many nodes are wanted, PyTorch multiplies instead: see `PRODUCT_ROWS`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs
@@ -38,9 +38,9 @@ MERGE = Warps(num_warps=4, num_stages=3)
 LOWEST_KEY = tl.constexpr(-(2**63))
 
 PRODUCT_ROWS = 256
-"""From how many nodes on PyTorch multiplies if only the likeliest tokens of 16-bit states are wanted. There the kernels
-are bound by arithmetic, at which cuBLAS is better: on an H200 they took 1.03 to 1.34 times as long as all logits at
-once (benchmarks/results/nvidia-h200.jsonl)."""
+"""From how many nodes on PyTorch multiplies if only the most likely tokens of 16-bit states are wanted. There the
+kernels are bound by arithmetic, at which cuBLAS is better: on an H200 they took 1.03 to 1.34 times as long as all
+logits at once (benchmarks/results/nvidia-h200.jsonl)."""
 
 MOST_LOGITS = 2**24
 """How many logits are in memory at once then."""

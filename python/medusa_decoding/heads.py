@@ -491,7 +491,7 @@ def plain_weight(linear: nn.Module | None) -> torch.Tensor | None:
 
 
 def projection(linear: nn.Module | None) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """Return what the ops project with in place of a bias-free `nn.Linear`: its weight, and row scales of an int8 one.
+    """Return what the ops project with instead of a bias-free `nn.Linear`: its weight, and row scales of an int8 one.
 
     None if only the module itself can be called. See `int8_rows` for the int8 weights.
     """

@@ -136,7 +136,7 @@ class MedusaModel:
                 and backend that it was measured with; otherwise a warning says what has changed, and the default is
                 "auto". That starts from the step times stored there, under the same conditions, and from the
                 accuracies stored next to the heads; a `medusa_tree.json` there is one of the trees it may choose. A
-                generation that samples takes a `medusa_tree_sampling.json` in place of it, if there is one.
+                generation that samples takes a `medusa_tree_sampling.json` instead of it, if there is one.
             backend: as in the constructor.
             **hf_kwargs: passed to `AutoModelForCausalLM.from_pretrained`. Remote code is never run.
 
@@ -299,7 +299,7 @@ class MedusaModel:
             do_sample: draw from the model's processed distribution instead of taking the argmax.
             temperature: of sampling, or of typical acceptance.
             top_p: nucleus of sampling.
-            top_k: how many of the likeliest tokens to sample from; 0, the default, for all (the default of
+            top_k: how many of the most likely tokens to sample from; 0, the default, for all (the default of
                 transformers' own `generate` is 50).
             posterior_threshold: epsilon of typical acceptance.
             posterior_alpha: delta of typical acceptance.

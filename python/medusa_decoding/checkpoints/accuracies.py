@@ -197,7 +197,7 @@ def read_accuracies(path: str | Path) -> list[list[float]]:
         if sum(row) > 1 + ROUNDING:
             raise ValueError(
                 f"{path}: expected accuracies of each rank alone, which are shares of one whole, got {sum(row):.3f} in "
-                f"all for head {head} (are they those of the n likeliest together?)"
+                f"all for head {head} (are they those of the n most likely together?)"
             )
     return rows
 

@@ -213,9 +213,9 @@ def add_decoding(parser: argparse.ArgumentParser, new_tokens: int | str) -> None
         parser,
         "--tree TREE",
         tree,
-        "a JSON file, chain:4, cartesian:7,6 or root (plain decoding); dynamic:16,4 verifies the 16 likeliest nodes of "
-        "each step, at most 4 deep (a third number: draft tokens per head); +lookup:8 after any of them adds a branch "
-        "of 8 tokens copied from the text; auto picks a tree for each step from measured step times and acceptance "
+        "a JSON file, chain:4, cartesian:7,6 or root (plain decoding); dynamic:16,4 verifies the 16 most likely nodes "
+        "of each step, at most 4 deep (a third number: draft tokens per head); +lookup:8 after any of them adds a "
+        "branch of 8 tokens copied from the text; auto picks a tree for each step from measured step times and acceptance "
         "(default: the tree that medusa tune has stored for this device, else auto)",
     )
     add_backend(
@@ -236,9 +236,9 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     words = "above 0: sample at this temperature (implies --do-sample); 0: greedy, the default"
     add_option(group, "--temperature T", temperature, words)
     group.add_argument("--do-sample", action="store_true", help="sample tokens from the model's distribution")
-    add_option(group, "--top-p P", share, "sample from the likeliest tokens whose probabilities add up to P")
-    add_option(group, "--top-k K", at_least_zero, "sample from the K likeliest tokens; 0 for all")
-    add_option(group, "--min-p P", share_or_none, "sample from tokens at least P times as likely as the likeliest")
+    add_option(group, "--top-p P", share, "sample from the most likely tokens whose probabilities add up to P")
+    add_option(group, "--top-k K", at_least_zero, "sample from the K most likely tokens; 0 for all")
+    add_option(group, "--min-p P", share_or_none, "sample from tokens at least P times as likely as the most likely")
     add_option(group, "--seed N", at_least_zero, "seed of sampling; the same seed gives the same text")
     words = "above 1: makes tokens that are already in the text less likely"
     add_option(group, "--repetition-penalty X", factor, words)

@@ -1,6 +1,6 @@
 """Arrange: root, draft tokens and copied tokens in the order of the tree's nodes (Medusa paper, section 2.1.2).
 
-A dynamic tree keeps the likeliest candidate nodes of each step, so every step and every row has its own shape.
+A dynamic tree keeps the most likely candidate nodes of each step, so every step and every row has its own shape.
 """
 
 from __future__ import annotations

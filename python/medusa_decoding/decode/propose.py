@@ -34,7 +34,7 @@ def propose(
 
     If tokens are drawn at a temperature, candidates are ranked as the draws are made, with the same `noise` (fp32
     [B, at least K, V], see `TokenSelector.noise`): a head's best candidate is then what it would draw itself, and the
-    likeliest to be the model's draw (Daliri et al. 2024, arXiv:2408.07978).
+    most likely to be the model's draw (Daliri et al. 2024, arXiv:2408.07978).
     """
     if not tree.tree.choices:
         return None

@@ -66,7 +66,7 @@ class TreeShape:
 class TreeTensors(TreeShape):
     """A tree's tensors on a device, made once per tree.
 
-    For a dynamic tree they describe its M candidate nodes in place of the N nodes of a step, without ancestors.
+    For a dynamic tree they describe its M candidate nodes instead of the N nodes of a step, without ancestors.
 
     Attributes:
         tree: the tree itself.

@@ -48,7 +48,7 @@ class Request:
             torch's generator on the CPU.
         metrics: whether to measure.
         session: holds the cache between calls, or None.
-        top_logprobs: how many of the model's likeliest tokens to keep with every new token; None for none.
+        top_logprobs: how many of the model's most likely tokens to keep with every new token; None for none.
     """
 
     input_ids: torch.Tensor

@@ -171,9 +171,9 @@ class Engine:
                 must return at once.
             n: choices. Choice i is what row i of `generate(.., num_return_sequences=n)` is.
             ends: tokens that end a choice, in addition to the model's EOS tokens.
-            logprobs: how many of the likeliest tokens to deliver with every token, 0 to 20; None for none.
-            prompt_logprobs: how many of the likeliest tokens to keep at each token of the prompt, 0 to 20, in the first
-                ticket's `prompt_logprobs`; None for none. The whole prompt then runs, also what is cached of it.
+            logprobs: how many of the most likely tokens to deliver with every token, 0 to 20; None for none.
+            prompt_logprobs: how many of the most likely tokens to keep at each token of the prompt, 0 to 20, in the
+                first ticket's `prompt_logprobs`; None for none. The whole prompt then runs, also what is cached of it.
             tree: a tree of at most 64 nodes without a copied branch, or "auto"; None for the model's default.
             acceptance: "lossless", or "typical" with the posterior settings.
             seed: of sampling; None draws one.

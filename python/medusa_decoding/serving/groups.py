@@ -62,7 +62,7 @@ class Group:
         self.changed()
 
     def changed(self) -> None:
-        """Have everything that depends on the rows made anew before the next step."""
+        """Have everything that depends on the rows made again before the next step."""
         self.policy: Policy | None = None
         self._width = 0
         self._selector: TokenSelector | None = None

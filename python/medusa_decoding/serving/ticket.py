@@ -27,7 +27,7 @@ class TokenLogprobs:
 
     Attributes:
         logprob: of the token.
-        top: the likeliest tokens, best first: pairs of id and log-probability.
+        top: the most likely tokens, best first: pairs of id and log-probability.
         rank: of the token among all, from 1; None for an emitted one.
     """
 

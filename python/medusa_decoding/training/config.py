@@ -231,7 +231,7 @@ class GenerationConfig:
     top_p: float | None = setting(None, "nucleus of sampling; 1: all tokens; null: the model's own", OURS, **POSITIVE)
     top_k: int | None = setting(None, "tokens to sample from; 0: all; null: the model's own", OURS, ge=0)
     min_p: float | None = setting(
-        None, "least probability of a token, relative to the likeliest; null: the model's own", OURS, **SHARE
+        None, "least probability of a token, relative to the most likely; null: the model's own", OURS, **SHARE
     )
     quantized: bool = setting(
         False, "let a model that is quantised (model.quantization) answer: it is deployed that way", OURS

@@ -172,7 +172,7 @@ class AcceptanceModel:
 
 
 PLAIN_STEPS = 16
-"""Plain steps after which expectations are computed anew. Nothing is learnt from them; what was learnt fades."""
+"""Plain steps after which expectations are computed again. Nothing is learnt from them; what was learnt fades."""
 RELAX = 256.0
 """Steps without an observation after which a shift has mostly returned to its mean."""
 MEAN_MEMORY = 128

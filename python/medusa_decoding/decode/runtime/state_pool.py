@@ -24,7 +24,7 @@ class StatePool:
 
     Args:
         backbone: the model that they are for.
-        keep: how many recent states to keep between generations; 0 allocates each anew.
+        keep: how many recent states to keep between generations; 0 allocates each again.
     """
 
     def __init__(self, backbone: Backbone, keep: int) -> None:
@@ -118,7 +118,7 @@ class StatePool:
             A cleared state with the rotary tables of the new prompts, and how many cached rows at the start of every
             sequence are right for them: what `prefill` may reuse of the tokens that old and new text have in common. 0
             if dynamic scaling needs other frequencies now, if the model has changed device or dtype, or if a larger
-            cache fits in place of the old one but not next to it.
+            cache fits instead of the old one but not next to it.
 
         Raises:
             ValueError: another number of rows than the state has.

@@ -38,9 +38,9 @@ class Row:
         budget: new tokens it may get.
         ends: tokens that end it.
         samples: whether its tokens are drawn.
-        top_logprobs: how many of the model's likeliest tokens to keep with every emitted token; None for none.
-        logprobs: at each emitted token, if kept: its log-probability in the model's own distribution, and the likeliest
-            tokens with theirs, best first.
+        top_logprobs: how many of the model's most likely tokens to keep with every emitted token; None for none.
+        logprobs: at each emitted token, if kept: its log-probability in the model's own distribution, and the most
+            likely tokens with theirs, best first.
         drawn_by: settings of `draw_tokens` that take the place of the last processors, which are not called then.
         error: what ended a row of a batch whose rows belong to several callers.
         logits: the model's logits fp32 [V] at each emitted token, if kept.

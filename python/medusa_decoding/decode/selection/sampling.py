@@ -63,7 +63,7 @@ class Nucleus(lp.TopPLogitsWarper):
         probabilities = scores.softmax(-1).nan_to_num()
         # As integers their sum is exact in any order; it is below 2^63, and fp32 holds each product exactly.
         mass = (probabilities * 2.0**62).long()
-        limit = mass.sum(-1, keepdim=True).sub(1).clamp(max=int((1 - self.top_p) * 2.0**62))  # the likeliest stays
+        limit = mass.sum(-1, keepdim=True).sub(1).clamp(max=int((1 - self.top_p) * 2.0**62))  # the most likely stays
         bits = probabilities.view(torch.int32)  # of non-negative numbers: in the order of the numbers
         if scores.shape[-1] <= FEW_TOKENS:
             order = bits.argsort(stable=True)

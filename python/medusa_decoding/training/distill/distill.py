@@ -139,10 +139,10 @@ def generate_records(
     with one of that config's end tokens or the template's.
 
     Seeds are conversations, whose answers are dropped, and texts, whose first tokens are continued. With `turns="each"`
-    there is one record per answer, with prompts that are rendered anew. A record has at most `length` tokens (None: the
-    model's context). With `save_states`, the hidden states from which a model without heads predicted its answers are
-    kept next to the file (`AnswerStates`). `asked` is kept with the report, for `record_file.finished`; `progress` is
-    called with the report so far after each answer. See `ChatEncoder` for the template and its arguments.
+    there is one record per answer, with prompts that are rendered again. A record has at most `length` tokens (None:
+    the model's context). With `save_states`, the hidden states from which a model without heads predicted its answers
+    are kept next to the file (`AnswerStates`). `asked` is kept with the report, for `record_file.finished`; `progress`
+    is called with the report so far after each answer. See `ChatEncoder` for the template and its arguments.
 
     Returns:
         The final report, which is also written next to the file.

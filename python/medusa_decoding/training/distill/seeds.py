@@ -2,7 +2,7 @@
 
 A seed's own answers are dropped, except those of weight 0, which are not learnt and stay as they are. With
 `turns="joint"` all answers of a seed are one record: each prompt is the previous one, its answer as the model wrote it,
-and what the template puts after it. With `turns="each"` every prompt is rendered anew from the text of the answers, as
+and what the template puts after it. With `turns="each"` every prompt is rendered again from the text of the answers, as
 in serving, and every answer is one record. The first tokens of a text are a prompt, and its continuation is the only
 answer.
 """
@@ -178,7 +178,7 @@ class Seed:
             except BadRecordError as error:
                 raise ValueError(
                     f"template: expected one that keeps earlier answers as they are ({self.record.where} has several "
-                    f"user turns), got one that does not: {error}; data.turns: each renders every prompt anew, "
+                    f"user turns), got one that does not: {error}; data.turns: each renders every prompt again, "
                     "generation.turns: 1 asks once"
                 ) from error
 

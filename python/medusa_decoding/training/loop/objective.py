@@ -61,7 +61,7 @@ class Objective(nn.Module):
             normalisers: `count_targets` of the whole step; None to measure, under `torch.no_grad()`: then the model's
                 own loss is counted too.
             lambda_0: weight of the heads' loss next to the model's own.
-            top: accuracies are counted for the 1 to `top` likeliest candidates.
+            top: accuracies are counted for the 1 to `top` most likely candidates.
 
         Returns:
             `loss` scalar with gradient; `head_sums` [K], `head_counts`, `head_outside` int64 [K], `head_hits` int64

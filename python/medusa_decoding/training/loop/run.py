@@ -98,7 +98,7 @@ def _train(
     folder = Path(config.output.folder)
     start = check(config, processes, resume)
     if start is None and resume:
-        announce(f"no checkpoint in {folder}: begins anew")
+        announce(f"no checkpoint in {folder}: begins again")
     torch.manual_seed(config.optimisation.seed)
     tokenizer = load_tokenizer(config.model)
     vocabulary = stated_sizes(config.model.name, config.model.revision).get("vocab_size")
@@ -133,7 +133,7 @@ def _train(
     processes.each(begin)
     if start is not None:
         trainer.resume(start)
-        announce(f"goes on from {start}")
+        announce(f"continues from {start}")
     if config.output.tensorboard and processes.main:
         trainer.watchers.append(tensorboard(folder, trainer.at.done))
     announce(f"{trainer.steps} steps: " + ", ".join(f"{stage.steps} {stage.name}" for stage in trainer.stages))

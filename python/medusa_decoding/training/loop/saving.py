@@ -151,7 +151,7 @@ def damaged(path: Path, reason: str) -> ValueError:
     """Return the error for a checkpoint that a run cannot resume from."""
     return ValueError(
         f"{path}: expected a complete checkpoint, got a damaged one ({reason}); remove this folder to go on from the "
-        "one before it, or begin anew in another output folder"
+        "one before it, or begin again in another output folder"
     )
 
 
