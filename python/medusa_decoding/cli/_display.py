@@ -161,7 +161,7 @@ def record(label: str, generate: Callable[..., object], tokenizer: Any, *, tells
 class _Recorder(BaseStreamer):
     """Records the tokens of each step and the time at its end, since the recorder was made.
 
-    Unless it is told of steps, each token is one.
+    If `told` is false, each token counts as a step.
     """
 
     def __init__(self, told: bool) -> None:

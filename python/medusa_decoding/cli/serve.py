@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
 
     settings = settings_of(args)
     _arguments.resolve_device(args)
-    listener = listen(args.host, args.port)  # a port in use is told before the model is loaded
+    listener = listen(args.host, args.port)  # a port in use is an error before the model is loaded
     with listener:
         tokenizer = _arguments.load_tokenizer(args)
         with _arguments.load_model(args) as model:

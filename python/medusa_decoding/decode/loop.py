@@ -125,7 +125,7 @@ def decode_loop(
     """
     state, reused = runtime.begin()
     prefill(backbone, prompts, state, selector, limits, reuse=reused)
-    # A policy that uses durations is told the prefill's before it chooses anything.
+    # A policy that uses durations gets the prefill's before it chooses anything.
     runtime.read(wait=policy.timed)
     policy.begin(runtime.work, batch=len(prompts), rows=state.cache.capacity)
     while not runtime.ended:

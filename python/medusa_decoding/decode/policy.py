@@ -8,7 +8,7 @@ from medusa_decoding.trees.tree import Tree
 
 
 class Policy:
-    """Chooses the tree of each step, and is told what the step took and committed. By default it learns nothing.
+    """Chooses the tree of each step, and receives its time and accepted tokens. By default it learns nothing.
 
     Attributes:
         trees: every tree it may choose; spare cache rows are sized by the largest.

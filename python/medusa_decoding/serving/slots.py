@@ -26,7 +26,7 @@ class Slots:
 
     Args:
         state: a cleared state, whose rotary tables are the same for all rows.
-        track: is told of each view, over which graphs may be captured.
+        track: called with each view, over which graphs may be captured.
 
     Attributes:
         state: that state.

@@ -274,7 +274,7 @@ def _row(characters: dict[int, str]) -> str:
 
 def _title(tree: Drawable, shares: Sequence[float] | None) -> str:
     copied = f", {tree.lookup} of them copied from the text" if tree.lookup else ""
-    if tree.keep is not None:  # which of them a step verifies, and so what it gives, is told by no accuracies
+    if tree.keep is not None:  # accuracies do not tell which of them a step verifies
         candidates = 1 + len(tree.choices) + tree.lookup
         return f"{tree.num_nodes} nodes per step{copied}, of {candidates} candidates, depth {tree.depth}."
     tokens = "" if shares is None else f"; {1 + math.fsum(shares):.3f} tokens per step expected"

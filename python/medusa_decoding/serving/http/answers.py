@@ -126,7 +126,7 @@ class Answers:
         engine: runs the request.
         plan: the request.
         tokenizer: of the model.
-        metrics: hears of first tokens and latencies.
+        metrics: counts first tokens and latencies.
         timeout: seconds until the request fails, its time in the queue included; None: never.
         receive: of the connection, which tells when the client leaves.
     """
@@ -291,7 +291,7 @@ def _too_late(seconds: float) -> ApiError:
 
 
 def _failure(error: BaseException | None) -> ApiError:
-    """Return what the client is told of a generation that failed; a grammar fails because of the request."""
+    """Return the error that the client gets for a generation that failed; a grammar fails because of the request."""
     if isinstance(error, ValueError) and str(error).startswith(("grammar:", "json_schema:")):
         return bad_request(error)
     return as_api_error(error or RuntimeError())

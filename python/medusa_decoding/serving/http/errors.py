@@ -39,7 +39,7 @@ class ErrorResponse(BaseModel):
 
 
 class ApiError(Exception):
-    """A request that fails: what the client is told, and the response's status."""
+    """A request that fails: the message for the client, and the response's status."""
 
     def __init__(
         self,
@@ -67,7 +67,7 @@ class ApiError(Exception):
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """Return what a client is told of an exception; one that nobody expects is logged, and its words stay here."""
+    """Return the error that a client gets for an exception; an unexpected one is logged, and its words are not sent."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, QueueFullError):
@@ -86,13 +86,13 @@ def shutting_down() -> ApiError:
 
 
 def bad_request(error: ValueError) -> ApiError:
-    """Return what a client is told if the engine or a grammar refuses its request."""
+    """Return the error that a client gets if the engine or a grammar refuses its request."""
     name = str(error).partition(":")[0]
     return ApiError(str(error), param=name if name in _FIELDS else None, code="invalid_value")
 
 
 def install(app: FastAPI, failed: Any) -> None:
-    """Make an application answer every exception in OpenAI's form; `failed(request, error)` hears of each."""
+    """Make an application answer every exception in OpenAI's form; `failed(request, error)` is called for each."""
 
     async def answer(request: Request, error: Exception) -> JSONResponse:
         if isinstance(error, RequestValidationError):
