@@ -21,11 +21,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from medusa_decoding.cli.simulate import find_device
 
 from benchmarks import bench_step, harness
 from benchmarks.inspection import GPUS, aligned
 from benchmarks.roofline import HEADS as HEAD_SHAPES
+from benchmarks.simulator.__main__ import find_device
 from benchmarks.simulator.devices import Device
 from benchmarks.simulator.operators import Operator, step_operators
 from benchmarks.simulator.shapes import shape_of

@@ -22,12 +22,11 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from medusa_decoding.cli.simulate import find_device
-
 from benchmarks import harness
 from benchmarks.bench_step import MODELS
 from benchmarks.inspection import aligned
 from benchmarks.plot import read
+from benchmarks.simulator.__main__ import find_device
 from benchmarks.simulator.devices import Attained, Device
 from benchmarks.simulator.operators import Operator, step_operators, total_seconds
 from benchmarks.simulator.shapes import SHAPES, HeadShape, shape_of

@@ -39,7 +39,7 @@ def test_a_settings_file_with_overrides_is_trained(recipe, tmp_path, capsys):
     assert "--resume" in capsys.readouterr().err
     assert main([*arguments, "--resume"]) == 0
     shown = capsys.readouterr().err
-    assert "goes on from" in shown
+    assert "continues from" in shown
 
 
 def test_a_curve_has_a_run_per_size_and_predicts_more(recipe, tmp_path, capsys):

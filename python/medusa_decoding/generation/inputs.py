@@ -45,7 +45,7 @@ def split_prompts(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, 
     for row, (tokens, real) in enumerate(zip(ids, mask.bool(), strict=True)):
         places = real.nonzero().flatten()
         if len(places) == 0:
-            raise ValueError(f"attention_mask: row {row} has no token; its mask must have a 1")
+            raise ValueError(f"attention_mask: row {row} has no token")
         first, last = int(places[0]), int(places[-1])
         if last - first + 1 != len(places) or (first > 0 and last < len(real) - 1):
             raise ValueError(f"attention_mask: expected row {row} padded at one end only, got {real.int().tolist()}")
