@@ -113,17 +113,6 @@ def test_a_system_message_comes_first(chat, talk):
     assert (code, out.splitlines()) == (0, "\n".join(expected).splitlines())
 
 
-def test_a_line_that_ends_in_a_backslash_is_continued(chat, talk):
-    expected = chat.answer([user("one\ntwo\n three")], 12)
-    code, out, err = talk(chat, ["one\\", "two\\", " three", "", "   "], "--json", "--max-new-tokens", 12)
-    assert [answer["text"] for answer in lines_of(out)] == [expected]
-
-
-def test_the_last_line_needs_no_newline(chat, talk):
-    code, out, err = talk(chat, "one\\", "--json", "--max-new-tokens", 12)
-    assert [answer["text"] for answer in lines_of(out)] == [chat.answer([user("one")], 12)]
-
-
 # --- commands
 
 
@@ -247,15 +236,6 @@ def test_a_message_beyond_the_context_is_not_lost(make_chat, talk):
     assert code == 2
 
 
-def test_an_answer_ends_where_the_context_does(make_chat, talk):
-    chat = make_chat(0, context=64)
-    prompt = chat.ids([user("hello")])
-    expected = chat.text(chat.write(prompt, 64 - len(prompt)))
-    code, out, err = talk(chat, ["hello"])
-    assert (code, out) == (0, expected + "\n")
-    assert "the model's context is full" in notes(err)[-1]
-
-
 # --- templates
 
 
@@ -282,19 +262,6 @@ def test_a_plain_answer_ends_before_the_next_turn(make_chat, talk, monkeypatch):
     assert 0 < len(kept) < len(text)
     assert out == f"{kept}\nuser: hello\nassistant: {kept}\n"
     assert notes(err) == []
-
-
-def test_a_template_without_system_messages_leaves_the_history_unchanged(make_chat, talk):
-    template = (
-        "{% for message in messages %}{% if message['role'] == 'system' %}{{ raise_exception('no system here') }}"
-        "{% endif %}{{ message['content'] }}<|end|>{% endfor %}"
-    )
-    chat = make_chat(template=template)
-    expected = chat.conversation(["hello", "more"], 12)
-    code, out, err = talk(chat, ["hello", "/system be brief.", "more"], "--json", "--max-new-tokens", 12)
-    assert [answer["text"] for answer in lines_of(out)] == answers(expected)
-    assert [line for line in notes(err) if "no system here" in line]
-    assert code == 2
 
 
 def test_without_a_model_the_demo_model_chats(monkeypatch, capsys):
@@ -377,12 +344,12 @@ def test_an_interrupted_answers_cache_is_reused(chat, talk, ctrl_c):
     assert f"({len(chat.ids(told))} prompt tokens, {reused} of them reused from the cache)" in out
 
 
+# --- the fixtures
+
+
 def test_a_second_ctrl_c_interrupts_at_once(chat, talk, ctrl_c):
     ctrl_c(3, times=2)
     code, out, err = talk(chat, ["hello", "more"], "--tree", "root", "--max-new-tokens", 20)
     assert code == 130
     assert notes(err)[-1] == "medusa: interrupted"
     assert out.strip() == chat.answer([user("hello")], 3)
-
-
-# --- the fixtures

@@ -2,15 +2,12 @@
 
 import io
 import re
-from dataclasses import replace
 from functools import partial
 
-import pytest
 from rich.console import Console
-from terminals import HIDE, SHOW, plain
+from terminals import plain
 
 from medusa_decoding import MedusaModel, Tree
-from medusa_decoding.chat.streaming import AnswerStreamer
 from medusa_decoding.checkpoints import pretrained
 from medusa_decoding.cli import _display, main
 from medusa_decoding.cli._display import COLOURS, Race, Run, step_text
@@ -29,46 +26,11 @@ def console(width=100, height=40, **settings):
     )
 
 
-def printed(shown):
-    return shown.file.getvalue()
-
-
 def screen(shown, picture):
     """The lines of a picture, without styles."""
     with shown.capture() as captured:
         shown.print(picture)
     return plain(captured.get()).splitlines()
-
-
-@pytest.fixture
-def environment(monkeypatch):
-    for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "COLORTERM"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TERM", "xterm-256color")
-    return monkeypatch
-
-
-def has_colours(monkeypatch, terminal=True, encoding="utf-8"):
-    """Whether a standard output has colours."""
-    stream = io.TextIOWrapper(io.BytesIO(), encoding)
-    stream.isatty = lambda: terminal
-    with monkeypatch.context() as patch:
-        patch.setattr("sys.stdout", stream)
-        return _display.terminal() is not None
-
-
-def test_colours_are_for_terminals(environment):
-    assert has_colours(environment)
-    assert not has_colours(environment, terminal=False)
-    assert not has_colours(environment, encoding="ascii")
-    environment.setenv("FORCE_COLOR", "1")  # a replay in a file is of no use
-    assert not has_colours(environment, terminal=False)
-
-
-@pytest.mark.parametrize(("name", "value"), [("NO_COLOR", "1"), ("TERM", "dumb")])
-def test_the_environment_can_ask_for_plain_text(environment, name, value):
-    environment.setenv(name, value)
-    assert not has_colours(environment)
 
 
 def coloured(text):
@@ -120,29 +82,6 @@ def test_a_race_shows_what_had_been_written_when():
     assert "prompt" in screen(shown, race.picture(0.0))[4]
 
 
-def test_replays_end_with_the_last_picture_and_the_cursor(monkeypatch):
-    monkeypatch.setattr(_display, "REPLAY", 0.18)
-    monkeypatch.setattr(_display, "PAUSE", 0.0)
-    shown = console()
-    Race(shown, [replace(run, ends=[end / 10 for end in run.ends]) for run in RUNS]).play()
-    out = printed(shown)
-    assert out.count(HIDE) == out.count(SHOW) == 1
-    assert plain(out).index("replayed at its own speed") < plain(out).index("replayed 2 times slower")
-    last = plain(out[out.rindex("replayed 2 times slower") :])
-    assert last.count("abcdefghi") == 2
-
-
-def test_ctrl_c_in_a_replay_shows_the_cursor_again(monkeypatch):
-    def interrupt(seconds):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(_display.time, "sleep", interrupt)
-    shown = console()
-    with pytest.raises(KeyboardInterrupt):
-        Race(shown, RUNS).play()
-    assert printed(shown).index(HIDE) < printed(shown).index(SHOW)
-
-
 def test_a_recorded_run_is_the_generation(checkpoint):
     tokenizer = pretrained.load_tokenizer(checkpoint / "base")
     ids = tokenizer("xyz", return_tensors="pt").input_ids
@@ -157,13 +96,3 @@ def test_a_recorded_run_is_the_generation(checkpoint):
     assert run.ends[0] > 0
     assert run.ends == sorted(run.ends)
     assert run.seconds == run.ends[-1]
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_plain_answers_do_not_control_a_terminal(monkeypatch, terminal):
-    """A file gets the text as it is."""
-    stream = io.StringIO()
-    stream.isatty = lambda: terminal
-    monkeypatch.setattr("sys.stdout", stream)
-    AnswerStreamer(None).show("a\x1b]0;owned\x07b\n")
-    assert stream.getvalue() == ("a\ufffd]0;owned\ufffdb\n" if terminal else "a\x1b]0;owned\x07b\n")

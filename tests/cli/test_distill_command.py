@@ -90,17 +90,6 @@ def test_the_model_s_own_answers_are_written(capsys, place, heads):
     assert figures["tokens_per_step"] == 1.0 if not heads else figures["tokens_per_step"] > 1.0
 
 
-def test_training_gets_the_generated_records(capsys, place, trained):
-    assert place.run("--json", method="medusa-1", data={"system": None, "limit": 4}) == 0
-    ((config, options),) = trained
-    assert [source.path for source in config.data.train] == [str(place.file)]
-    assert (config.method, config.data.limit, config.data.held_out_share) == ("medusa-1", None, 0.2)
-    assert options["resume"] is False
-    out = json.loads(capsys.readouterr().out)
-    assert out["training"]["steps"] == 7
-    assert out["generation"]["records"] == len(lines(place.file)) == 4
-
-
 def test_ctrl_c_keeps_the_records_and_resume_continues(capsys, place, trained, monkeypatch):
     following = distill.Answers.next
 
@@ -126,17 +115,6 @@ def test_ctrl_c_keeps_the_records_and_resume_continues(capsys, place, trained, m
     assert set(before.splitlines()) < set(place.file.read_bytes().splitlines())
     check_answers(place.chat, place.file)
     assert trained[0][1]["resume"] is True
-
-
-def test_finished_records_are_not_generated_again(capsys, place, trained, monkeypatch):
-    assert place.run("--only-data") == 0
-    monkeypatch.setattr(distill, "generate_records", lambda *args, **options: pytest.fail("generates"))
-    monkeypatch.setenv("WORLD_SIZE", "2")  # nor do several processes generate
-    assert place.run("--resume") == 0
-    assert f"5 records are in {place.file}, all that were asked for" in capsys.readouterr().err
-    assert len(trained) == 1
-    assert place.run("--resume", "--limit", "4") == 2
-    assert "processes: expected one to generate" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.chat.streaming import AnswerText
-from medusa_decoding.cli import _batch, main
+from medusa_decoding.cli import main
 from medusa_decoding.serving import answers
 from medusa_decoding.serving.ticket import Delta, Ticket
 
@@ -162,19 +162,6 @@ def test_other_settings_are_refused(run, tmp_path, argv, name):
     assert (tmp_path / "out.jsonl").read_bytes() == before
 
 
-def test_other_prompts_are_refused(run, prompts):
-    run()
-    prompts.write_text(prompts.read_text().replace("class A", "class B"))
-    assert run("--resume", code=2).startswith("medusa: prompts: expected ")
-
-
-def test_an_existing_file_is_never_overwritten(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(_batch, "read_prompts", None)  # refused before any work
-    (tmp_path / "out.jsonl").write_text("precious\n")
-    assert "--out: expected no generated records in" in run(code=2)
-    assert (tmp_path / "out.jsonl").read_text() == "precious\n"
-
-
 def test_a_file_that_something_else_wrote_is_not_continued(run, tmp_path):
     (tmp_path / "out.jsonl").write_text("precious\n")
     assert "out.jsonl.settings, which says what" in run("--resume", code=2)
@@ -225,6 +212,13 @@ def test_a_generation_that_fails_names_its_prompt_and_keeps_the_rest(run, prompt
     assert run("--resume")[0]["earlier"] == 3
 
 
+class Letters:
+    """Decodes token n to the n-th letter."""
+
+    def decode(self, tokens, **settings):
+        return "".join("abc"[token] for token in tokens)
+
+
 def test_steps_after_a_stop_string_do_not_count():
     """The engine may be steps ahead of the thread that looks for stop strings."""
     ticket = Ticket([1], lambda delta: None, accepted=[2, 1, 3, 3])
@@ -233,10 +227,3 @@ def test_steps_after_a_stop_string_do_not_count():
         ended = job.take(Delta(tokens))
         assert ended == (tokens == [1, 2])
     assert (job.tokens, job.accepted, job.finish) == ([0, 0, 1, 0, 1, 2], [2, 1], "stop")
-
-
-class Letters:
-    """Decodes token n to the n-th letter."""
-
-    def decode(self, tokens, **settings):
-        return "".join("abc"[token] for token in tokens)

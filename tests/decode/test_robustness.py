@@ -13,7 +13,6 @@ import copy
 import ctypes
 import functools
 import gc
-import inspect
 import itertools
 import math
 import mmap
@@ -26,12 +25,10 @@ import pytest
 import torch
 from models import VOCAB, heads_for, padded, prompts, tiny, transformers_greedy
 from oracles import byte_tokenizer, new_tokens
-from transformers import TextIteratorStreamer, TextStreamer
+from transformers import TextIteratorStreamer
 
-import medusa_decoding
 from medusa_decoding import MedusaModel, Session, Tree
 from medusa_decoding.backbone.attention_swap import TreeAttention
-from medusa_decoding.decode.runtime.runner import Runner
 from medusa_decoding.decode.runtime.state_pool import StatePool
 
 TREE = Tree.cartesian([3, 2])
@@ -206,23 +203,6 @@ def test_a_row_that_has_met_eos_may_produce_nan(medusa):
     assert new_tokens(output, ids.shape[1]) == expected
 
 
-def test_an_overflow_of_fp16_is_named():
-    """The residual overflows in one model, only the logits in the other; fp32 overflows in neither."""
-    [row] = prompts(1, [6])
-    for name, factor in (("model.layers.1.mlp.down_proj", 3e4), ("lm_head", 3e4)):
-        for dtype in (torch.float32, torch.float16):
-            model = tiny(dtype=dtype)
-            with torch.no_grad():
-                model.get_submodule(name).weight.mul_(factor)
-            with MedusaModel(model, heads_for(model), TREE) as medusa:
-                if dtype == torch.float32:
-                    right_again(medusa, row)
-                    continue
-                for settings in WAYS.values():
-                    with pytest.raises(FloatingPointError, match=r"at step 0 .* in row 0$"):
-                        medusa.generate(row[None], max_new_tokens=8, **settings)
-
-
 # No reader waits for ever
 
 
@@ -325,71 +305,6 @@ def test_an_interrupt_leaves_everything_usable(monkeypatch, kept_states, place, 
     # The state was released once: all calls used the same one.
     assert len({id(state) for state in acquired}) == 1
     assert len(acquired) == 6
-
-
-PACKAGE = Path(medusa_decoding.__file__).parent
-
-
-class InterruptAt:
-    """A trace function that interrupts at the n-th line run in some files of the package."""
-
-    def __init__(self, files, number=0):
-        self.files = {str(PACKAGE / name) for name in files}
-        self.number, self.seen, self.first = number, 0, {}
-
-    def __call__(self, frame, event, arg):
-        if frame.f_code.co_filename not in self.files:
-            return None
-        if event == "line":
-            self.seen += 1
-            self.first.setdefault((frame.f_code.co_filename, frame.f_lineno), self.seen)
-            if self.seen == self.number:
-                raise KeyboardInterrupt
-        return self
-
-    def __enter__(self):
-        self.before = sys.gettrace()
-        sys.settrace(self)
-        return self
-
-    def __exit__(self, *error):
-        sys.settrace(self.before)
-
-
-@pytest.mark.slow
-def test_an_interrupt_at_any_line_that_handles_states(monkeypatch, kept_states):
-    """Each line is interrupted once, where it first runs: a cache grows, and a session goes on in it."""
-    runtime = [f"decode/runtime/{name}.py" for name in ("runner", "state_pool", "progress", "streaming")]
-    files = ["decode/loop.py", "decode/state.py", *runtime, "generation/run.py", "generation/session.py"]
-    files.append("backbone/generation_lock.py")
-    monkeypatch.setattr("medusa_decoding.decode.runtime.runner.HEADROOM", 1)
-    model = tiny(num_hidden_layers=1, max_position_embeddings=256)
-    [row] = prompts(1, [55])
-    expected = transformers_greedy(model, row, 12)
-    session = Session()
-    with MedusaModel(model, heads_for(model, num_heads=1), Tree.chain(1)) as medusa:
-
-        def write(count, **settings):
-            return new_tokens(medusa.generate(row[None], max_new_tokens=count, session=session, **settings), 55)[0]
-
-        def write_twice():
-            session.clear()
-            return write(12) + write(3, streamer=Streamer())
-
-        with InterruptAt(files) as lines:
-            assert write_twice() == expected + expected[:3]
-        assert {Path(name).name for name, _ in lines.first} == {Path(name).name for name in files}
-        code, first = inspect.getsourcelines(Runner.make_room)
-        [release] = [number for number, line in enumerate(code, first) if "release" in line]
-        assert (str(PACKAGE / "decode/runtime/runner.py"), release) in lines.first, "the cache has to grow"
-        for place, number in lines.first.items():
-            with InterruptAt(files, number), pytest.raises(KeyboardInterrupt):
-                write_twice()
-            idle = medusa._steps.pool._idle
-            assert len({id(state) for state in idle}) == len(idle), place
-            assert torch.is_grad_enabled(), place
-            assert write(4) == expected[:4], place
-        assert write_twice() == expected + expected[:3]
 
 
 # Several models
@@ -507,23 +422,6 @@ def test_threads_that_each_have_a_model():
         assert got[index] == [wanted[index][(turn + 3 * index) % len(WAYS)] for turn in range(len(WAYS))]
 
 
-def test_threads_that_compile(monkeypatch):
-    """Through dynamo alone: code generation takes seconds per thread, and is separate in each process."""
-    monkeypatch.setattr("torch.compile", functools.partial(torch.compile, backend="eager"))
-    models = [tiny(num_hidden_layers=1, seed=seed) for seed in range(2)]
-    [row] = prompts(1, [6])
-    expected = [transformers_greedy(model, row, 16) for model in models]
-    got = {}
-
-    def write(index):
-        with MedusaModel(models[index], heads_for(models[index]), Tree.chain(2 + index), "compiled") as medusa:
-            got[index] = [new_tokens(medusa.generate(row[None], max_new_tokens=16), 6)[0] for _ in range(3)]
-
-    in_threads(*(functools.partial(write, index) for index in range(2)))
-    assert got == {index: [expected[index]] * 3 for index in range(2)}
-    assert not torch._inductor.config.freezing
-
-
 # EOS everywhere, unknown tokens, low precision
 
 
@@ -564,19 +462,6 @@ def large_vocabulary():
         if len(unknown) > 3 and following and (row >= 256).any():
             return model, tokenizer, row, text, following[0]
     raise AssertionError("no prompt serves")
-
-
-def test_streamers_with_tokens_that_the_tokenizer_does_not_know(large_vocabulary, capsys):
-    model, tokenizer, row, text, _ = large_vocabulary
-    transformers_greedy(model, row, 30, streamer=TextStreamer(tokenizer))
-    expected = capsys.readouterr().out
-    with MedusaModel(model, heads_for(model), TREE) as medusa:
-        output = medusa.generate(row[None], max_new_tokens=30, streamer=TextStreamer(tokenizer))
-        assert capsys.readouterr().out == expected
-        assert new_tokens(output, 6) == [text]
-        streamer = TextIteratorStreamer(tokenizer, skip_prompt=True)
-        medusa.generate(row[None], max_new_tokens=30, streamer=streamer)
-    assert "".join(streamer) == tokenizer.decode(text)
 
 
 def test_stop_strings_with_tokens_that_the_tokenizer_does_not_know(large_vocabulary):

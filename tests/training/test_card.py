@@ -11,7 +11,7 @@ import yaml
 from medusa_decoding.training.config import Config
 from medusa_decoding.training.data.records import Report
 from medusa_decoding.training.loop.accuracy import HeadAccuracy
-from medusa_decoding.training.loop.card import CardFacts, card_text, check_plotting, escaped, write_card
+from medusa_decoding.training.loop.card import CardFacts, card_text, check_plotting, write_card
 
 # Two heads, two ranks: alone, the first is right in 1/2 and 1/4 of 8 cases, the second in 1/4 and 1/4.
 ACCURACY = HeadAccuracy(torch.tensor([[4, 6], [2, 4]]), torch.tensor([8, 8]))
@@ -67,16 +67,6 @@ def table(text, first):
 
 def front_matter(text):
     return yaml.safe_load(re.match(r"---\n(.*?)\n---\n\n# ", text, re.DOTALL)[1])
-
-
-def test_front_matter_is_valid():
-    found = front_matter(card_text(facts()))
-    assert found == {
-        "library_name": "medusa-kernels",
-        "base_model": "lmsys/vicuna-7b-v1.5",
-        "tags": ["medusa", "speculative-decoding", "medusa-1"],
-        "datasets": ["anon8231489123/ShareGPT"],
-    }
 
 
 def test_local_paths_are_not_written_as_hub_names(tmp_path):
@@ -169,15 +159,6 @@ def test_training_and_origin():
     assert "The heads are those of step 20: of all that were measured" in card_text(facts(best_step=20))
     few = card_text(facts(losses=[(1, 2.0), (2, float("nan")), (3, 1.0)]))
     assert table(few, ["step", "training loss"])[1:] == [["1", "2"], ["2", "nan"], ["3", "1"]]
-
-
-def test_a_fence_is_longer_than_its_content():
-    own = config(data={"template": "a ````b"})
-    assert f"\n`````yaml\n{own.to_yaml()}`````\n" in card_text(facts(config=own))
-
-
-def test_special_characters_are_escaped():
-    assert escaped("a|b\nc *d* <e> [f](g) `h` & i_j \\") == (r"a\|b c \*d\* \<e\> \[f\](g) \`h\` &amp; i\_j " + "\\\\")
 
 
 def test_files_are_replaced_and_reproducible(tmp_path):

@@ -1,7 +1,6 @@
 """Self-generated data: the model's own tokens turn by turn, independent of batch, heads and interruptions."""
 
 import json
-import threading
 from dataclasses import replace
 
 import numpy as np
@@ -12,7 +11,6 @@ from toy import CHATML, INST, SPACED, THINKING, chat, marked, unmarked
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa_decoding import MedusaHeads, MedusaModel, Tree
-from medusa_decoding.files import only_writer
 from medusa_decoding.training.config import GenerationConfig, SourceConfig
 from medusa_decoding.training.data.answer_states import AnswerStates
 from medusa_decoding.training.data.encoding import ChatEncoder, Example, encode_records, fingerprint
@@ -20,7 +18,7 @@ from medusa_decoding.training.data.records import Record, Report, read_records
 from medusa_decoding.training.data.resumable import companion
 from medusa_decoding.training.distill import distill
 from medusa_decoding.training.distill.distill import generate_records
-from medusa_decoding.training.distill.record_file import asked_of, finished
+from medusa_decoding.training.distill.record_file import finished
 
 IM_END = toy.SPECIAL.index("<|im_end|>")
 GREEDY = GenerationConfig(max_new_tokens=12, temperature=0.0, turns=3, prompt_tokens=4, batch_size=3)
@@ -357,38 +355,6 @@ def test_records_of_other_settings_models_heads_and_seeds_are_not_mixed(generate
     assert generate.path.read_bytes() == before
 
 
-def test_a_damaged_line_is_named(generate, chatml):
-    model = language_model(chatml)
-    generate(model, chatml, records())
-    lines = generate.path.read_bytes().splitlines(keepends=True)
-    for line in (b"{}", lines[1].replace(b'"learnt": [[', b'"learnt": [[-')):
-        generate.path.write_bytes(b"".join([lines[0], line.strip() + b"\n", *lines[2:]]))
-        with pytest.raises(ValueError, match=r"out.jsonl:2: expected a generated record, got another line"):
-            generate(model, chatml, records(), resume=True)
-    companion(generate.path, "settings").write_text("[]")
-    with pytest.raises(ValueError, match=r"out.jsonl.settings: expected a JSON object"):
-        generate(model, chatml, records(), resume=True)
-
-
-def test_records_have_one_writer(generate, chatml, tmp_path):
-    """A second thread is a second writer; the thread that holds the file may write it."""
-    model, refused = language_model(chatml), []
-
-    def second():
-        try:
-            generate(model, chatml, records())
-        except ValueError as error:
-            refused.append(str(error))
-
-    with only_writer("x", tmp_path / "out.jsonl"):
-        thread = threading.Thread(target=second)
-        thread.start()
-        thread.join()
-        assert not (tmp_path / "out.jsonl").exists()
-        assert refused[0].startswith(f"out: another process writes to {tmp_path / 'out.jsonl'}")
-        assert generate(model, chatml, records())
-
-
 def test_prompts_without_room_for_an_answer_are_skipped_and_end_conversations(generate, chatml):
     model = language_model(chatml, end=0)  # answers that never end
     long = [chat("Hello " * 40, "x"), chat("Hi", "x", "Hello " * 10, "y", "Hello " * 10, "z"), chat("Hi", "x")]
@@ -601,15 +567,6 @@ def test_tokens_of_another_tokenizer_or_beyond_the_vocabulary_are_refused(tmp_pa
         list(encode_records(found, ChatEncoder(other), Report()))
 
 
-def test_fingerprints_depend_on_tokens_and_their_ids():
-    one, added, other = toy.tokenizer(), toy.tokenizer(), toy.tokenizer("marks")
-    same = toy.tokenizer(template="{{ 1 }}")
-    same(["a", "a b"], padding=True)  # a tokenizer remembers the arguments of its last call
-    added.add_tokens(["<new>"])
-    assert fingerprint(one) == fingerprint(same)
-    assert len({fingerprint(tokenizer) for tokenizer in (one, added, other)}) == 3
-
-
 def test_seeds_need_no_answers(tmp_path):
     questions = [turn for turn in chat("Hello", "x", "And?") if turn["role"] == "user"]
     path = toy.write_lines(
@@ -626,11 +583,3 @@ def test_seeds_need_no_answers(tmp_path):
     without = Report()
     assert len(list(read_records([SourceConfig(str(path))], without))) == 1
     assert without.bad.total() == 2
-
-
-@pytest.mark.parametrize("marker", [None, "{", '{"asked": {"model": {}}}'])
-def test_data_without_provenance_names_no_prompts(tmp_path, marker):
-    (tmp_path / "chats.jsonl").write_text("")
-    if marker is not None:
-        (tmp_path / "chats.jsonl.finished").write_text(marker)
-    assert asked_of(tmp_path / "chats.jsonl") is None

@@ -143,14 +143,6 @@ def test_the_papers_settings_can_be_had(tmp_path, gpu):
     assert not ours & chosen.keys()
 
 
-def test_names_with_line_breaks_stay_in_comments(tmp_path):
-    base = workshop.make_base(tmp_path / "base")
-    data = workshop.make_data(tmp_path / "mine\nmethod: medusa-2\x1b.jsonl", 40)
-    found, _ = make(base, data)
-    assert found.to_yaml([]).startswith("# Medusa heads for base from mine method: medusa-2 .jsonl, fitted to ")
-    assert "\n#   medusa train --config 'a b.yaml'\n" in found.to_yaml(["medusa train --config 'a\nb.yaml'"])
-
-
 def test_given_answers_are_dropped(tmp_path):
     base = workshop.make_base(tmp_path / "base", max_position_embeddings=512)
     lines = [{"prompt": f"Question {n}?", "response": "Yes."} for n in range(28)]
@@ -172,18 +164,6 @@ def test_texts_need_no_template(tmp_path):
     chats = toy.write_lines(tmp_path / "b.jsonl", toy.sharegpt("Hi", "Hello", "And?", "Paris"))
     _, chosen = make(base, chats)
     assert chosen["data.template"] == "plain"
-
-
-STRICT = "{%- if messages[0].role == 'assistant' -%}{{- raise_exception('no question') -}}{%- endif -%}"
-
-
-def test_turns_that_training_drops_are_not_counted(tmp_path):
-    base = workshop.make_base(tmp_path / "base")
-    toy.tokenizer("bytes", STRICT + toy.marked(toy.INST)).save_pretrained(base)
-    turns = [("gpt", "Welcome"), ("human", "Hi"), ("gpt", "Hello"), ("human", "Bye")]
-    raw = {"conversations": [{"from": who, "value": words} for who, words in turns]}
-    _, chosen = make(base, toy.write_lines(tmp_path / "a.jsonl", *[raw] * 9), recipe="given-answers")
-    assert "data.template" not in chosen
 
 
 def test_a_template_that_changes_earlier_turns_is_rendered_turn_by_turn(tmp_path):
@@ -252,15 +232,6 @@ def test_heads_for_a_gpu(tmp_path, gpu):
     assert make(large(tmp_path, LLAMA_2), tmp_path / "data.jsonl", GPU)[1]["model.dtype"] == "float32"
 
 
-def test_models_that_are_quantised_already_are_taken_as_they_are(tmp_path, gpu):
-    gpu(12)
-    packed = {"quantization_config": {"quant_method": "gptq", "bits": 4}}
-    model = large(tmp_path, LLAMA_2, **packed)
-    found, chosen = make(model, workshop.make_data(tmp_path / "data.jsonl"), GPU)
-    assert chosen["model.quantization"] == "none"
-    assert "quantised on disk" in found.facts[0]
-
-
 @pytest.mark.parametrize(
     ("lines", "words"), [([{"query": "Hi"}], "got 1 x none of the keys"), ([], "got an empty file")]
 )
@@ -268,11 +239,3 @@ def test_unusable_data_is_named(tmp_path, lines, words):
     base = workshop.make_base(tmp_path / "base")
     with pytest.raises(ValueError, match=f"DATA: expected records .*, {words}"):
         make(base, toy.write_lines(tmp_path / "a.jsonl", *lines))
-
-
-def test_much_data_is_read_in_part(tmp_path, monkeypatch):
-    monkeypatch.setattr(first_config, "RECORDS", 10)
-    base, data = workshop.make_base(tmp_path / "base"), workshop.make_data(tmp_path / "data.jsonl", 30)
-    found, chosen = make(base, data)
-    assert "10 sharegpt (only the first 10 were read)" in found.facts[1]
-    assert "data.cache_hidden" not in chosen  # its size is not known

@@ -14,7 +14,6 @@ from limits import MIB, bounded
 from medusa_decoding.training.loop import saving
 from medusa_decoding.training.loop.processes import Processes
 from medusa_decoding.training.loop.run import train
-from medusa_decoding.training.loop.states import StateCache
 
 pytestmark = pytest.mark.usefixtures("without_plots")
 ALONE = Processes(0, 1, torch.device("cpu"), False)
@@ -126,41 +125,3 @@ def read(checkpoints, path):
     weights, optimiser, numbers, best = checkpoints.load(path, state)
     sums = [(name, value.sum()) for part in (weights, best) for name, value in part.items()]
     return [state, sums, optimiser["schedule"], numbers["torch"].sum()]
-
-
-@pytest.mark.parametrize("line", [b"\xff", b'{"loss": 1}', b'{"step": 1, "loss": "x"}'])
-def test_a_damaged_log_is_refused_with_its_line(run, line):
-    log = Path(run[0].output.folder) / "log.jsonl"
-    lines = log.read_bytes().splitlines(keepends=True)
-    log.write_bytes(b"".join([lines[0], line + b"\n", *lines[1:]]))
-    with pytest.raises(ValueError, match=f"{log}:2: expected"):
-        train(run[0], resume=True)
-
-
-def test_damaged_states_on_disk_are_refused(tmp_path):
-    folder = tmp_path / "states"
-
-    def opened():
-        return StateCache(folder, "key", (4, 3, 2), torch.float32, ALONE)
-
-    cache = opened()
-    cache.put([0, 2], torch.ones(2, 3, 2))
-    cache.put([3], torch.full((1, 3, 2), float("nan")))
-    assert cache.get([3]) is None
-    del cache
-    assert (folder / "there.bin").read_bytes() == b"\1\0\1\0"
-    kept = {file.name: file.read_bytes() for file in folder.iterdir()}
-    assert kept.keys() == {"states.bin", "there.bin", "about.json"}
-    for name, content, words in (
-        ("about.json", b"[]", "about.json: expected a JSON object, got list"),
-        ("about.json", b"{}", "another fingerprint"),
-        ("states.bin", kept["states.bin"][:-1], "states.bin: expected 96 bytes, got 95; remove the folder"),
-        ("there.bin", b"\1\0\7\0", "there.bin: expected bytes of 0 and 1"),
-    ):
-        (folder / name).write_bytes(content)
-        with pytest.raises(ValueError, match=words):
-            opened()
-        (folder / name).write_bytes(kept[name])
-    (folder / "states.bin").write_bytes(b"\xff" * 96)
-    with pytest.raises(ValueError, match=r"states\.bin: expected finite states"):
-        opened().get([0])

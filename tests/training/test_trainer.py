@@ -200,33 +200,6 @@ def test_held_out_accuracies_are_those_of_the_written_heads(shop, tmp_path, stor
     assert logged != hits.tolist() or storage != "fp8"
 
 
-def test_evaluating_8_bit_heads_leaves_the_trained_weights_unchanged(shop, tmp_path):
-    config = workshop.config(tmp_path / "run", *shop, heads={"storage": "fp8"})
-    train(config)
-    measured, tensors = (
-        json.loads((tmp_path / "run" / "heads" / "measured.json").read_text()),
-        heads_tensors(tmp_path / "run"),
-    )
-    shutil.rmtree(tmp_path / "run" / "heads")
-    train(config, resume=True)
-    assert json.loads((tmp_path / "run" / "heads" / "measured.json").read_text()) == measured
-    found = heads_tensors(tmp_path / "run")
-    assert all(torch.equal(found[name].float(), tensor.float()) for name, tensor in tensors.items())
-
-
-def test_the_base_model_s_revision_is_recorded(shop, tmp_path, finished):
-    base, data = shop
-    model = {"revision": "v1.1"}  # has no meaning for a folder, but is still recorded
-    for method, recorded in (("medusa-1", "v1.1"), ("medusa-2", None)):
-        result = train(workshop.config(tmp_path / method, base, data, method, model=model))
-        assert read_heads(result.heads).base_revision == recorded
-        assert workshop.settings_of(tmp_path / method).get("base_model_revision") == recorded
-        assert r"(revision v1.1), trained with the method" in (result.heads / "README.md").read_text()
-    heads = finished("medusa-1").heads
-    assert read_heads(heads).base_revision is None
-    assert "(revision" not in (heads / "README.md").read_text()
-
-
 def test_medusa_2_trains_heads_alone_and_then_both_at_their_rates(shop, finished):
     result = finished("medusa-2")
     lines = [line for line in curve(result.folder) if "loss" in line]
@@ -578,35 +551,6 @@ def test_a_run_resumes_only_with_its_own_data(shop, tmp_path):
             train(workshop.config(tmp_path / "run", base, own), resume=True)
 
 
-def test_a_model_in_the_output_folder_is_not_overwritten(shop, tmp_path):
-    base, data = shop
-    folder = tmp_path / "project"
-    copy = workshop.make_base(folder / "model", seed=3)
-    before = (copy / "model.safetensors").read_bytes()
-    with pytest.raises(ValueError, match=r"output.folder: expected a new one, got .*, in which there is model"):
-        train(workshop.config(folder, copy, data, "medusa-2"))
-    assert (copy / "model.safetensors").read_bytes() == before
-
-
-def test_trained_heads_are_written_later_if_the_disk_was_full(shop, tmp_path, monkeypatch):
-    from transformers import PreTrainedModel
-
-    config = workshop.config(tmp_path / "run", *shop, "medusa-2")
-
-    def full(self, folder, **options):
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        raise RuntimeError("No space left on device")
-
-    monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
-    with pytest.raises(OSError, match=r"could not be written .*No space left.*--resume writes it from .*step-"):
-        train(config)
-    monkeypatch.undo()
-    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["checkpoints", "config.yaml", "log.jsonl"]
-    result = train(config, resume=True)
-    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
-    assert result.heads.is_dir()
-
-
 def test_four_bit_layers_pass_gradients_after_a_pass_without_gradients(shop, tmp_path):
     sizes = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "num_key_value_heads": 2}
     base = workshop.make_base(tmp_path / "base", **sizes)
@@ -831,3 +775,16 @@ def test_before_sharding_only_the_main_process_holds_the_weights(shop, tmp_path,
         assert torch.allclose(tensor.float(), expected[name].float(), atol=1 if tensor.dtype == torch.int8 else 2e-3), (
             name
         )
+
+
+def test_the_base_model_s_revision_is_recorded(shop, tmp_path, finished):
+    base, data = shop
+    model = {"revision": "v1.1"}  # has no meaning for a folder, but is still recorded
+    for method, recorded in (("medusa-1", "v1.1"), ("medusa-2", None)):
+        result = train(workshop.config(tmp_path / method, base, data, method, model=model))
+        assert read_heads(result.heads).base_revision == recorded
+        assert workshop.settings_of(tmp_path / method).get("base_model_revision") == recorded
+        assert r"(revision v1.1), trained with the method" in (result.heads / "README.md").read_text()
+    heads = finished("medusa-1").heads
+    assert read_heads(heads).base_revision is None
+    assert "(revision" not in (heads / "README.md").read_text()

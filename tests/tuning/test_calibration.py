@@ -14,8 +14,7 @@ from medusa_decoding.calibration.texts import Settings, Writer
 from medusa_decoding.checkpoints.accuracies import read_accuracies
 from medusa_decoding.evaluation import Prompt
 from medusa_decoding.generation.request import row_seed
-from medusa_decoding.trees.calibration import NONE, Calibration, shared_prompts, wilson
-from medusa_decoding.trees.replay import walk
+from medusa_decoding.trees.calibration import NONE, Calibration, wilson
 from medusa_kernels import gumbel_noise
 
 K = 3
@@ -121,17 +120,6 @@ def test_only_positions_with_targets_for_all_heads_are_counted(tmp_path):
     assert values["format"] == 2
     assert values["texts"] == [["01-01-", "0-"], [], ["--"], ["", "010-"]]
     assert Calibration.load(tmp_path / "c.json") == found
-
-
-def test_older_files_without_texts_are_read(counted, tmp_path):
-    values = counted.to_json()
-    assert "format" not in values
-    (tmp_path / "c.json").write_text(json.dumps(values))
-    found = Calibration.load(tmp_path / "c.json")
-    assert found.texts is None
-    assert found.expected_tokens(Tree([[0]])) == pytest.approx(1.6)
-    with pytest.raises(ValueError, match=r"calibration: expected one with its texts, .*medusa calibrate"):
-        walk(found, Tree([[0]]))
 
 
 @pytest.mark.parametrize(
@@ -410,33 +398,6 @@ def test_other_backends_and_templates_are_other_runs(make):
         assert [name for name in own["settings"] if other["settings"][name] != own["settings"][name]] == [changed]
 
 
-def test_prompts_are_identified_one_by_one(make):
-    """By their first question: a text by its first tokens, a question with its system message."""
-    model, tokenizer = make()
-
-    def described(*prompts, tokens=6):
-        return Writer(model, tokenizer, Settings(prompt_tokens=tokens)).describe(prompts)["prompts"]
-
-    text = Prompt(("to be continued otherwise",), is_text=True)  # the same six tokens
-    one, other = described(*PROMPTS), described(text, Prompt(("abc",)), Prompt(("zz", "and then"), category="c"))
-    assert (shared_prompts(one, one), shared_prompts(one, other), shared_prompts(other, one)) == (4, 2, 2)
-    assert shared_prompts(one, described(Prompt(("yy",)), Prompt(("abc", "go on")))) == 0
-    assert shared_prompts(one, {"count": 4, "hash": "0"}) is None
-    assert shared_prompts(None, one) is None
-
-
-def test_progress_left_next_to_a_finished_result_is_removed(make, tmp_path, finished):
-    out, progress = tmp_path / "c.json", tmp_path / "c.json.progress"
-    out.write_bytes(finished[0])
-    progress.write_bytes(finished[1])
-    run(make, out, True)
-    assert not progress.exists()
-    progress.write_bytes(b"{}\n")  # another run's
-    run(make, out, True)
-    assert progress.exists()
-    assert out.read_bytes() == finished[0]
-
-
 def test_a_run_without_any_text_long_enough_writes_no_file(make, tmp_path, monkeypatch):
     out = tmp_path / "c.json"
     model, tokenizer = make(max_position_embeddings=24)
@@ -447,18 +408,6 @@ def test_a_run_without_any_text_long_enough_writes_no_file(make, tmp_path, monke
     with pytest.raises(ValueError, match=r"max_new_tokens: expected at least 4, .* got 3"):
         run(make, out, False, max_new_tokens=K)
     assert [*tmp_path.iterdir()] == []
-
-
-@pytest.mark.parametrize("line", ["{}", '{"texts": ["xxx"], "left_out": 0}', '{"texts": [], "left_out": -1}'])
-def test_damaged_progress_is_refused_with_its_line(make, tmp_path, finished, line):
-    progress = tmp_path / "c.json.progress"
-    first, _, *rest = finished[1].splitlines(keepends=True)
-    progress.write_bytes(first + line.encode() + b"\n" + b"".join(rest))
-    with pytest.raises(ValueError, match=rf"{progress}:2: expected a prompt's texts, got another line"):
-        run(make, tmp_path / "c.json", True)
-    progress.write_bytes(b"rubbish\n")
-    with pytest.raises(ValueError, match=r"c\.json\.progress"):
-        run(make, tmp_path / "c.json", True)
 
 
 # --- refusals ---

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medusa_decoding import Tree
-from medusa_decoding.trees.plot import PLAIN_CHARACTERS, as_figure, as_text, path_shares
+from medusa_decoding.trees.plot import as_text
 
 ACCURACIES = [[0.6, 0.2, 0.05], [0.5, 0.1, 0.02], [0.4, 0.1, 0.01]]
 
@@ -30,35 +30,6 @@ def test_ranks_by_hand():
         "3 0",
     ]
     assert words.startswith("8 nodes, depth 3. ● root; digits (a is 10): rank")
-
-
-def test_shades_by_hand():
-    tree = Tree([[0], [1], [2], [0, 0], [0, 1], [1, 0]])
-    shares = path_shares(tree, ACCURACIES)
-    assert shares == pytest.approx([0.6, 0.2, 0.05, 0.3, 0.06, 0.1])
-    lines, words = picture(tree, 20, [0.6, 0.2, 0.05, 0.3, 0.02, 0.1])
-    assert lines == [
-        "0        ●",
-        "    ┌────┴┬───┐",
-        "1   █     ▓   ▒",
-        "  ┌─┴─┐   │",
-        "2 █   ░   ▓",
-    ]
-    assert words.startswith("7 nodes, depth 2; 2.270 tokens per step expected.")
-    assert "█ 30% or more, ▓ 10% or more, ▒ 3% or more, ░ fewer" in words
-
-
-def test_root_alone_and_copied_branch():
-    assert picture(Tree([]))[0] == ["0 ●"]
-    lines, words = picture(Tree([[0]], lookup=2))
-    assert lines == ["0   ●", "  ┌─┴─┐", "1 0   ◇", "      │", "2     ◇"]
-    assert words.startswith("4 nodes, 2 of them copied from the text, depth 2.")
-    assert words.endswith("◇ copied.")
-
-
-def test_plain_characters():
-    text = as_text(Tree([[rank] for rank in range(50)], lookup=1), 30).translate(PLAIN_CHARACTERS)
-    assert text.isascii()
 
 
 def test_least_likely_nodes_are_left_out_and_counted():
@@ -105,26 +76,6 @@ def test_every_picture_fits_and_says_what_is_missing(tree, width, shaded):
         assert ends == {place for place, sign in enumerate(below) if sign != " " and place >= margin}
         starts = {place for place, sign in enumerate(edges) if sign in "│┴┼" and place >= margin}
         assert starts <= {place for place, sign in enumerate(above) if sign != " " and place >= margin}
-
-
-def test_too_few_columns_are_refused():
-    with pytest.raises(ValueError, match="width: expected at least 20 columns, got 19"):
-        as_text(Tree([[0], [1]]), 19)
-
-
-def test_figure_has_one_point_per_node():
-    pytest.importorskip("matplotlib")
-    tree = Tree([[0], [1], [0, 0], [0, 1]], lookup=1)
-    shares = [0.64, 0.16, 0.36, 0.04]
-    figure = as_figure(tree, shares)
-    lines, drafted, copied = figure.axes[0].collections
-    points = {tuple(point) for dots in (drafted, copied) for point in dots.get_offsets().tolist()}
-    assert len(points) == tree.num_nodes == 6
-    assert len(copied.get_offsets()) == 1
-    assert sorted(-y for _, y in points) == [0, 1, 1, 1, 2, 2]
-    segments = [tuple(map(tuple, segment.tolist())) for segment in lines.get_segments()]
-    assert all(start in points and end in points and start[1] - end[1] == 1 for start, end in segments)
-    assert len({end for _, end in segments}) == 5
 
 
 def test_plot_writes_an_image(tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import pwd
 import shutil
 from dataclasses import replace
 
@@ -94,18 +93,6 @@ def test_the_tuned_tree_is_the_default(tuned):
             assert found == {nodes}
             for row, ids in zip(rows, output.sequences, strict=True):
                 assert ids[length:].tolist() == transformers_greedy(model.base, row, 12)
-
-
-def test_an_explicit_tree_overrides_the_tuned_one(tuned):
-    [row] = prompts(1, [7])
-    with MedusaModel.from_pretrained(tuned / "heads", tree=Tree.chain(3)) as model:
-        assert model.tree == Tree.chain(3)
-        assert used(model, [row])[0] == {4}
-        assert used(model, prompts(1, [60]))[0] == {4}
-    with MedusaModel.from_pretrained(tuned / "heads") as model:
-        assert used(model, [row], tree=Tree.chain(2))[0] == {3}
-        model.tree = Tree.chain(2)
-        assert used(model, [row])[0] == {3}
 
 
 def test_the_tree_for_sampling_is_the_default_where_a_tree_was_chosen(tuned, caplog):
@@ -256,15 +243,6 @@ def test_another_dtype_backend_or_number_of_threads_is_refused_by_that_name(tune
     assert f"device: tuned with {own}, now {own.split(',')[0]}, 77 threads" in refused(tuned, caplog)
 
 
-def test_an_explicit_tree_gives_no_warning(tuned, caplog):
-    with MedusaModel.from_pretrained(tuned / "heads", tree=Tree.chain(3), dtype="bfloat16") as model:
-        assert model.tree == Tree.chain(3)
-    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
-    with MedusaModel.from_pretrained(tuned / "heads", tree="auto", dtype="bfloat16") as model:
-        assert model.tree == "auto"
-    assert "dtype: tuned with float32, now bfloat16" in caplog.text
-
-
 def test_a_model_converted_after_loading_does_not_use_the_tuning(tuned):
     with MedusaModel.from_pretrained(tuned / "heads") as model:
         model.base.to(torch.bfloat16)
@@ -295,12 +273,6 @@ def test_a_damaged_file_does_not_make_the_model_unusable(tuned, caplog, change, 
     assert words in refused(tuned, caplog)
 
 
-def test_without_a_tuning_file_there_is_no_warning(folders, caplog):
-    with MedusaModel.from_pretrained(folders / "heads") as model:
-        assert model.tree_choice() == TreeChoice("auto", tree_choice.UNTUNED)
-    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
-
-
 # Location of the file
 
 
@@ -329,12 +301,6 @@ def test_the_file_is_next_to_heads_in_a_writable_folder(tmp_path, cache, monkeyp
     assert cached.is_relative_to(cache / "medusa-kernels")
 
 
-def test_the_file_is_never_in_the_package(cache):
-    from medusa_decoding.demo import CHECKPOINT
-
-    assert tuning_paths.output_folder(CHECKPOINT / "heads") == tuning_paths.cache_folder(CHECKPOINT / "heads")
-
-
 def test_each_heads_folder_has_its_own_path_in_the_cache(tmp_path, cache, monkeypatch):
     made = [tmp_path / name / "heads" for name in "ab"]
     for folder in made:
@@ -346,16 +312,6 @@ def test_each_heads_folder_has_its_own_path_in_the_cache(tmp_path, cache, monkey
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")  # counts as none
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert tuning_paths.cache_folder(made[0]).is_relative_to(tmp_path / "home" / ".cache" / "medusa-kernels")
-
-
-def test_machines_that_share_a_home_folder_have_separate_files(folders, cache, monkeypatch):
-    with MedusaModel.from_pretrained(folders / "heads") as model:
-        own = conditions_of(model)
-        monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
-        others = [conditions_of(model), replace(own, dtype="bfloat16"), replace(own, backend="compiled")]
-    assert len({tuning_paths.cache_name(place.runtime) for place in (own, *others)}) == 4
-    # Changed weights have the same path, and the file records the difference.
-    assert tuning_paths.cache_name(replace(own, heads="others").runtime) == tuning_paths.cache_name(own.runtime)
 
 
 def test_the_loader_looks_next_to_the_heads_and_in_the_cache(tuned, cache, caplog):
@@ -387,25 +343,6 @@ def cached_for(heads):
         return tuning_paths.cache_folder(heads) / tuning_paths.cache_name(conditions_of(model).runtime)
 
 
-def test_the_loader_works_without_a_home_folder(tuned, monkeypatch, caplog):
-    """A service's user may have none."""
-    for name in ("XDG_CACHE_HOME", "HOME"):
-        monkeypatch.delenv(name, raising=False)
-
-    def missing(number):
-        raise KeyError(f"getpwuid(): uid not found: {number}")
-
-    monkeypatch.setattr(pwd, "getpwuid", missing)
-    caplog.set_level(logging.INFO)
-    with MedusaModel.from_pretrained(tuned / "heads") as model:
-        assert model.tree_choice(1, 8).tree.num_nodes == 4
-    assert "no folder for caches" in caplog.text
-    (tuned / "heads" / tuning_paths.FILE).unlink()
-    with MedusaModel.from_pretrained(tuned / "heads") as model:
-        assert model.tree == "auto"
-    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
-
-
 # The file
 
 
@@ -427,14 +364,6 @@ def test_round_trip(tuned):
     assert Tuning.from_json(older).accuracies.calibration is None
     assert found.cases[0].chosen.rate == pytest.approx(2.1 / 1.3)
     assert set(found.versions) >= {"python", "torch", "transformers"}
-
-
-def test_step_times_store_the_lower_quarter_of_many(folders):
-    seconds = tuple(float(value) for value in range(1, 102))
-    with MedusaModel.from_pretrained(folders / "heads") as model:
-        one = Latency(1, 8, 300, 1, seconds)
-        tuning = new_tuning(conditions_of(model), ACCURACIES, [chosen_among([one])], [one])
-    assert tuning.times().profile(1, 300).known() == {1: pytest.approx(26.0)}
 
 
 def test_fingerprints_depend_on_every_weight_and_nothing_else():
