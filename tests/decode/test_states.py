@@ -7,7 +7,6 @@ from peft import LoraConfig, get_peft_model
 
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.backbone import kv_cache
-from medusa_decoding.decode.runtime import progress
 from medusa_decoding.decode.runtime.memory import Sizes
 from medusa_decoding.decode.runtime.state_pool import StatePool
 from medusa_decoding.serving.slots import Slots
@@ -134,20 +133,3 @@ def test_models_and_calls_of_inference_mode(medusa):
         with MedusaModel(model, heads_for(model), Tree.chain(2)) as loaded:
             assert loaded._steps.fingerprint()
             assert loaded.generate(row[None].clone(), max_new_tokens=12).sequences[0, 9:].tolist() == expected
-
-
-@pytest.mark.parametrize(("length", "new"), [(27, 1), (40, 20), (20, 40)])
-def test_a_cache_that_is_large_enough_does_not_grow(medusa, monkeypatch, length, new):
-    """Also with progress read one step late, as on a GPU."""
-    model = tiny(max_position_embeddings=256)
-    tree = Tree.optimal([[0.5, 0.2, 0.1, 0.05], [0.4, 0.2, 0.1, 0.05], [0.3, 0.2, 0.1], [0.2, 0.1]], 64)
-    monkeypatch.setitem(progress.STEPS_LATE, "cpu", 1)
-    monkeypatch.setattr("medusa_decoding.decode.runtime.state_pool.bucket", lambda rows: rows)
-    [row] = prompts(1, [length])
-    acquired = []
-    with MedusaModel(model, heads_for(model), tree) as late:
-        acquire = late._steps.pool.acquire
-        monkeypatch.setattr(late._steps.pool, "acquire", lambda *args: acquired.append(args) or acquire(*args))
-        got = late.generate(row[None], max_new_tokens=new).sequences[0, length:].tolist()
-    assert got == transformers_greedy(model, row, new)
-    assert len(acquired) == 1

@@ -10,7 +10,7 @@ from chats import CHAT_TEMPLATE
 from models import transformers_greedy
 
 from medusa_decoding import MedusaModel, Tree
-from medusa_decoding.evaluation import Prompt, evaluate, run
+from medusa_decoding.evaluation import Prompt, evaluate
 from medusa_decoding.evaluation.report import as_text
 
 NEW = 24
@@ -142,21 +142,6 @@ def test_a_second_turn_follows_the_models_own_answer(make, asked, template):
     assert found.overall.tokens_per_step.low is None  # turns of one prompt are not prompts
 
 
-def test_a_system_message_is_rendered(make, asked):
-    model, tokenizer = make(CHAT_TEMPLATE)
-    evaluate(model, tokenizer, [Prompt(("go on.",), system="be brief.")], max_new_tokens=2, transformers=False)
-    messages = [{"role": "system", "content": "be brief."}, {"role": "user", "content": "go on."}]
-    assert asked[0][0] == tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"]
-
-
-def test_a_text_is_continued_from_its_first_tokens(make, asked):
-    model, tokenizer = make(CHAT_TEMPLATE)
-    prompt = Prompt(("a text without a template around it",), is_text=True)
-    found = evaluate(model, tokenizer, [prompt], max_new_tokens=4, prompt_tokens=6, transformers=False)
-    assert {tuple(ids) for ids, _ in asked} == {tuple(tokenizer("a text").input_ids)}
-    assert found.overall.new_tokens == 4
-
-
 def test_a_text_that_differs_is_reported(make, monkeypatch):
     """Transformers' second text is changed at its sixth new token."""
     model, tokenizer = make()
@@ -203,32 +188,6 @@ def test_sampled_texts_are_compared_only_with_the_plain_loop(make):
     other = evaluate(model, tokenizer, PROMPTS, max_new_tokens=NEW, transformers=False, **(drawn | {"seed": 4}))
     assert again.overall.head_accuracy.hits.tolist() == found.overall.head_accuracy.hits.tolist()
     assert other.overall.head_accuracy.hits.tolist() != found.overall.head_accuracy.hits.tolist()
-
-
-def test_more_rounds_do_not_change_counts(make, asked):
-    model, tokenizer = make()
-    once = evaluate(model, tokenizer, PROMPTS, max_new_tokens=NEW, transformers=False)
-    calls = len(asked)
-    thrice = evaluate(model, tokenizer, PROMPTS, max_new_tokens=NEW, transformers=False, rounds=3)
-    assert (calls, len(asked) - calls) == (2 * 3 + 2, 2 * 3 * 3 + 2)  # two ways; before all, each once untimed
-    for figures, others in zip(
-        (once.overall, *once.categories.values()), (thrice.overall, *thrice.categories.values()), strict=True
-    ):
-        assert (figures.new_tokens, figures.steps) == (others.new_tokens, others.steps)
-        assert figures.accepted_histogram == others.accepted_histogram
-        assert figures.tokens_per_step == others.tokens_per_step
-        assert figures.head_accuracy.to_json() == others.head_accuracy.to_json()
-
-
-def test_the_first_use_of_compiled_or_captured_steps_is_not_timed(make, asked, monkeypatch):
-    model, tokenizer = make()
-    monkeypatch.setattr(run, "resolve_backend", lambda *_: "compiled")  # steps stay eager; only what is asked counts
-    found = evaluate(model, tokenizer, PROMPTS, max_new_tokens=NEW)
-    for prompt in PROMPTS:
-        ids = ids_of(tokenizer, prompt.turns[0]).tolist()
-        assert [tree for text, tree in asked if text == ids].count(Tree([])) == 2
-        assert [text for text, _ in asked].count(ids) == 4
-    assert found.overall.new_tokens == NEW * len(PROMPTS)
 
 
 def test_turns_without_room_in_the_context_are_skipped_and_named(make):
