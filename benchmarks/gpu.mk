@@ -1,0 +1,73 @@
+# What a GPU machine runs; part of the Makefile.
+
+# Stages of `make gpu`. A stage that succeeded leaves a stamp for this commit and is skipped next time.
+PY ?= $(BIN)/python
+GPU_JOBS ?= 6
+GPU_ABLATIONS := gpu-figure-4 gpu-figure-5 gpu-table-3 gpu-dynamic
+GPU_BENCHMARKS := gpu-explain gpu-attention gpu-heads gpu-verify gpu-compact gpu-sampling gpu-settings gpu-step gpu-prefill \
+	gpu-projections
+GPU_STAGES := gpu-test gpu-test-compiled gpu-sanitize $(GPU_BENCHMARKS) $(GPU_ABLATIONS)
+# The last commit of what is measured: committing results, words or what draws and checks them repeats no stage.
+COMMIT = $(or $(MEDUSA_COMMIT),$(shell git log -1 --format=%h --abbrev=12 -- . ':!docs' ':!*.md' ':!tests' ':!mkdocs.yml' \
+	':!Makefile' ':!*.mk' ':!benchmarks/results' ':!benchmarks/plot*.py' ':!benchmarks/trace.py' 2>/dev/null),unknown)
+STAMPS = benchmarks/results/.stages/$(COMMIT)
+# The sources of this checkout, whether or not the interpreter has the package installed.
+ON_GPU := PYTHONUNBUFFERED=1 PYTHONPATH=.:python timeout 590 $(PY)
+stage = @if [ -z "$(FORCE)" ] && [ -e "$(STAMPS)/$@" ]; then echo "$@: done for $(COMMIT); FORCE=1 repeats it"; \
+	else echo "=== $@"; from=$$(date +%s); { $(1); } && mkdir -p "$(STAMPS)" && touch "$(STAMPS)/$@" && \
+	echo "=== $@: $$(($$(date +%s) - from)) s"; fi
+
+.PHONY: gpu gpu-build gpu-tune $(GPU_STAGES)
+
+# Tests first: figures of wrong kernels are worth nothing. `make -k gpu` goes on after a stage that fails.
+gpu: $(GPU_STAGES)
+	@echo "results: benchmarks/results/"
+
+# An editable install with what the interpreter has already: csrc is compiled in place, and no network is needed.
+gpu-build: medusa_kernels/_lib/libmedusa_cuda.so
+	@$(PY) -c "import sys, torch; sys.exit(0 if torch.cuda.is_available() else 'torch sees no CUDA device')"
+
+medusa_kernels/_lib/libmedusa_cuda.so: $(BUILD_FILES)
+	MEDUSA_BUILD_CUDA=1 $(PY) -m pip install --disable-pip-version-check -q --no-index --no-build-isolation --no-deps -e .
+	@touch "$@"
+
+# Dozens of steps are compiled by torch.compile in the second one. A stage that runs out of time says nothing.
+# Of TESTS there may be none for it: pytest's status 5.
+PYTEST_ON_GPU = $(ON_GPU) -m pytest -q -rs --durations=10 $(if $(GPU_JOBS),-n $(GPU_JOBS)) $(PYTEST_ARGS) $(TESTS)
+gpu-test: gpu-build
+	$(call stage,$(PYTEST_ON_GPU) -m "gpu and not compiled")
+
+gpu-test-compiled: gpu-build
+	$(call stage,$(PYTEST_ON_GPU) -m "gpu and compiled" || [ $$? = 5 ])
+
+gpu-sanitize: gpu-build
+	$(call stage,PYTHONPATH=.:python PYTORCH_NO_CUDA_MEMORY_CACHING=1 timeout 590 compute-sanitizer --error-exitcode 1 \
+		$(PY) -m pytest -q -m gpu tests/kernels/test_kv_compact.py)
+
+BENCH = $(ON_GPU) -m benchmarks.
+gpu-attention = $(BENCH)bench_tree_attention --budget 480
+gpu-heads = $(BENCH)bench_heads_topk --budget 240
+gpu-verify = $(BENCH)bench_tree_verify --budget 200
+gpu-compact = $(BENCH)bench_kv_compact --budget 120 && $(BENCH)bench_rope_append --budget 120 && \
+	$(BENCH)bench_tree_select --budget 40
+gpu-sampling = $(BENCH)bench_sampling --budget 60 && $(BENCH)bench_gumbel_noise --budget 20
+gpu-step = $(BENCH)bench_step --budget 530
+gpu-prefill = $(BENCH)bench_prefill --device cuda --rounds 5 --budget 440
+gpu-projections = $(BENCH)bench_decode_linear
+# Where a step's time goes, with the kernels of 0.2 next to the new ones.
+EXPLAIN = $(BENCH)explain --seconds 0.2
+gpu-explain = $(EXPLAIN) --nodes 64 && $(EXPLAIN) --nodes 1 && $(EXPLAIN) --model Llama-3-8B --prefix 8192 --nodes 64 \
+	--heads "shared, trimmed 8192" && $(EXPLAIN) --model Qwen3-8B --nodes 64 --heads "shared, trimmed 8192"
+# Settings that no GPU has judged: docs/benchmarks.md has what is predicted for each.
+gpu-settings = $(BENCH)bench_tree_attention --only spare --budget 60 && $(EXPLAIN) --nodes 64 \
+	--ways graph "graph with merges up to 32 KiB" "graph with calculated bytes in flight" && \
+	$(EXPLAIN) --nodes 16 --ways graph "graph with calculated bytes in flight" "graph with two warps for 16 rows"
+$(GPU_BENCHMARKS): gpu-build
+	$(call stage,$($@))
+
+$(GPU_ABLATIONS): gpu-build
+	$(call stage,$(ON_GPU) -m benchmarks.ablations $(patsubst gpu-%,%,$@) --no-picture --limit 12 \
+		$(or $(ABLATION_ARGS),--device cuda --dtype bfloat16))
+
+gpu-tune: gpu-build
+	$(ON_GPU) -m benchmarks.tune_kernels --budget 520 $(TUNE_ARGS)
