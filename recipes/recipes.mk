@@ -11,7 +11,7 @@ train-demo: $(EDITABLE)
 	$(BIN)/medusa distill --config recipes/demo-cpu.yaml $(TRAIN_ARGS)
 	$(BIN)/medusa generate --model runs/demo/out/heads --chat --prompt "$(ASK)"
 
-# The embedded checkpoint again: a tokenizer and a model with random weights; backbone and heads learn requests and their
+# Makes the embedded checkpoint again: a tokenizer and a model with random weights; backbone and heads learn requests and their
 # answers together, in three runs, the later ones with other requests and a lower rate; new heads learn the model's own
 # answers; the checkpoint is measured and written with its card. Three hours of two cores. If it is stopped, it continues
 # from there; for other settings remove runs/demo-model first.
