@@ -322,23 +322,29 @@ def aligned(head: Sequence[str], body: Iterable[Sequence[Any]], left: int) -> st
     return "\n".join([*lines[:1], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
-def inspect(archs: Sequence[str], only: str, jobs: int, ops: Sequence[str] = OPS) -> tuple[list[Row], list[str]]:
-    """Compile the kernels whose name contains `only`, in several processes, with progress on stderr.
+def inspect(
+    archs: Sequence[str], only: Sequence[str], jobs: int, ops: Sequence[str] = OPS
+) -> tuple[list[Row], list[str]]:
+    """Compile the kernels whose name contains one of `only`, in several processes, with progress on stderr.
 
     Returns:
         The rows in the order of the ops, and one line per breach.
     """
     lines, tasks = [], []
+
+    def asked(name: str) -> bool:
+        return any(text in name for text in only)
+
     for op in ops:
         try:
             forms = [(arch, *form) for arch in archs for form in enumerate(_specialisations(op, arch))]
-            tasks += [Task(op, arch, index, spec.name) for arch, index, spec in forms if only in spec.name]
+            tasks += [Task(op, arch, index, spec.name) for arch, index, spec in forms if asked(spec.name)]
         except (ImportError, KeyError) as error:
             lines.append(f"{op}: missing: {error}")
     found = in_processes(work, tasks, jobs)
     library = _native.LIBRARY_FOLDER / "libmedusa_cuda.so"
     if library.exists():
-        found += [row for arch in archs for row in native_rows(library, arch) if only in row.name]
+        found += [row for arch in archs for row in native_rows(library, arch) if asked(row.name)]
     else:
         print(f"csrc/: no kernels to inspect: {_native.why_missing('cuda')}", file=sys.stderr)
     lines += [f"{row.name} sm_{row.arch}: {breach}" for row in found for breach in breaches(row)]
@@ -354,7 +360,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--arch", action="append", choices=ARCHS, help="target, may be repeated (default: all)")
-    parser.add_argument("--only", default="", metavar="SUBSTRING", help="only kernels whose name contains this")
+    words = "only kernels whose name contains one of these"
+    parser.add_argument("--only", nargs="+", default=[""], metavar="SUBSTRING", help=words)
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows and breaches to a file")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes (default: cores)")
     options = parser.parse_args(arguments)
@@ -363,7 +370,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     rows, lines = inspect(options.arch or ARCHS, options.only, options.jobs)
     if not rows and not lines:
-        print(f"no kernel's name contains {options.only!r}", file=sys.stderr)
+        print(f"no kernel's name contains {' or '.join(map(repr, options.only))}", file=sys.stderr)
         return 2
     return report(table(rows), [asdict(row) for row in rows], lines, options.json)
 
