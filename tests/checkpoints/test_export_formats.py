@@ -30,6 +30,7 @@ KINDS: dict[str, tuple[Storage, dict[str, Any]]] = {
     "one head": ("float", {"num_heads": 1}),
     "two blocks": ("float", {"num_layers": 2}),
     "no bias": ("float", {"bias": False}),
+    "no bias, two blocks": ("float", {"bias": False, "num_layers": 2}),
     "bfloat16": ("float", {"dtype": torch.bfloat16}),
     "shared": ("float", {"shared_projection": True}),
     "shared, two blocks": ("float", {"shared_projection": True, "num_layers": 2}),
@@ -69,7 +70,7 @@ REFUSED: dict[str, dict[str, str]] = {
 }
 REFUSED["original-v2"] = REFUSED["original-v1"] | {
     **{kind: r"shared with lm_head .*original-v1 .*, got own" for kind in ("own", "one head", "two blocks")},
-    **{kind: "shared with lm_head" for kind in ("no bias", "bfloat16", "all tokens")},
+    **{kind: "shared with lm_head" for kind in ("no bias", "no bias, two blocks", "bfloat16", "all tokens")},
     "shared, two blocks": "one residual block per head for original-v2 .*, got 2",
 }
 

@@ -261,3 +261,18 @@ def test_bad_arguments_are_refused(make, arguments, words):
     settings = {"prompts": PROMPTS} | arguments
     with pytest.raises((ValueError, OSError), match=words):
         evaluate(model, tokenizer, settings.pop("prompts"), **settings)
+
+
+def test_more_rounds_do_not_change_counts(make, asked):
+    model, tokenizer = make()
+    once = evaluate(model, tokenizer, PROMPTS, max_new_tokens=NEW, transformers=False)
+    calls = len(asked)
+    thrice = evaluate(model, tokenizer, PROMPTS, max_new_tokens=NEW, transformers=False, rounds=3)
+    assert (calls, len(asked) - calls) == (2 * 3 + 2, 2 * 3 * 3 + 2)  # two ways; before all, each once untimed
+    for figures, others in zip(
+        (once.overall, *once.categories.values()), (thrice.overall, *thrice.categories.values()), strict=True
+    ):
+        assert (figures.new_tokens, figures.steps) == (others.new_tokens, others.steps)
+        assert figures.accepted_histogram == others.accepted_histogram
+        assert figures.tokens_per_step == others.tokens_per_step
+        assert figures.head_accuracy.to_json() == others.head_accuracy.to_json()
