@@ -177,7 +177,7 @@ BAD = [
         r"^optimisation.learning_rate: expected a finite number, got nan",
     ),
     ({"lora": {"dropout": 1.0}}, r"^lora.dropout: expected less than 1, got 1.0$"),
-    ({"model": {"name": ""}}, r"^model.name: expected at least 1 character, got ''$"),
+    ({"model": {"name": " "}}, r"^model.name: expected at least one character that is no space, got ' '$"),
     ({"model": {"name": None}}, r"^model.name: expected a valid string, got None$"),
     ({"data": {"train": []}}, r"^data.train: expected at least 1 item"),
     ({"data": {"train": "a.jsonl"}}, r"^data.train: expected a valid array, got 'a.jsonl'$"),

@@ -92,9 +92,11 @@ class Backbone:
         on_cpu = self.device.type == "cpu"
         why_not: str | None = "steps that are not captured"
         if on_cpu or captured or self.peers.size > 1:
-            why_not = (fused_layers.native_obstacle if on_cpu else fused_layers.obstacle)(self.decoder)
-            if self.peers.size > 1:
-                why_not = f"tensor parallel over {self.peers.size} processes"
+            why_not = (
+                f"tensor parallel over {self.peers.size} processes"
+                if self.peers.size > 1
+                else (fused_layers.native_obstacle if on_cpu else fused_layers.obstacle)(self.decoder)
+            )
             how = "one call of the C++ library" if on_cpu else "fused"
             said = f"layers: module by module ({why_not})" if why_not else f"layers: {how} (plain modules)"
             if said != self._said:

@@ -24,13 +24,14 @@ POSITIVE = {"gt": 0, "allow_inf_nan": False}
 NOT_NEGATIVE = {"ge": 0, "allow_inf_nan": False}
 SHARE = {"ge": 0, "lt": 1}
 SEED = {"ge": 0, "lt": 2**32}
+WORDS = {"pattern": r"\S"}
 
 
 @dataclass(frozen=True, config=STRICT)
 class ModelConfig:
     """The backbone."""
 
-    name: str = setting(REQUIRED, "folder or hub id of the base model", "", min_length=1)
+    name: str = setting(REQUIRED, "folder or hub id of the base model", "", **WORDS)
     revision: str | None = setting(None, "branch, tag or commit on the hub", OURS)
     dtype: Literal["bfloat16", "float16", "float32"] = setting(
         "bfloat16", "dtype of weights that are not quantised", OURS
@@ -63,7 +64,7 @@ class HeadsConfig:
         0, "rank of the term that adds the root token's embedding to every head's input; 0 for none", OURS, ge=0
     )
     initial: str | None = setting(
-        None, "folder of heads to start from; null: W1 zero, W2 the lm_head", "2.1.1", min_length=1
+        None, "folder of heads to start from; null: W1 zero, W2 the lm_head", "2.1.1", **WORDS
     )
 
 
@@ -71,11 +72,11 @@ class HeadsConfig:
 class SourceConfig:
     """One place that data comes from."""
 
-    path: str = setting(REQUIRED, "file, folder or hub id", "", min_length=1)
+    path: str = setting(REQUIRED, "file, folder or hub id", "", **WORDS)
     format: Literal["auto", "sharegpt", "messages", "turns", "prompt", "text"] = setting(
         "auto", "of its records; auto: by their keys", OURS
     )
-    split: str = setting("train", "of a hub dataset", OURS, min_length=1)
+    split: str = setting("train", "of a hub dataset", OURS, **WORDS)
     subset: str | None = setting(None, "configuration of a hub dataset", OURS)
     revision: str | None = setting(None, "branch, tag or commit of a hub dataset", OURS)
 
@@ -99,9 +100,9 @@ class DataConfig:
         OURS,
     )
     limit: int | None = setting(None, "how many conversations to read; null for all", OURS, ge=1)
-    template: str = setting("auto", "auto: the tokenizer's; vicuna; plain; or a Jinja file", OURS, min_length=1)
+    template: str = setting("auto", "auto: the tokenizer's; vicuna; plain; or a Jinja file", OURS, **WORDS)
     template_arguments: dict[str, Any] = setting(dict, "further variables of the template (enable_thinking)", OURS)
-    system: str | None = setting(None, "system message of conversations without one", OURS, min_length=1)
+    system: str | None = setting(None, "system message of conversations without one", OURS, **WORDS)
     turns: Literal["joint", "each"] = setting(
         "joint", "joint: learn all assistant turns of a conversation at once; each: one copy per turn", OURS
     )
@@ -111,7 +112,7 @@ class DataConfig:
     )
     pack: bool = setting(True, "several conversations per row; none sees another", OURS)
     max_bad_share: float = setting(0.01, "largest share of unreadable records that is not an error", OURS, **SHARE)
-    cache_hidden: str | None = setting(None, "folder that stores hidden states for later epochs", OURS, min_length=1)
+    cache_hidden: str | None = setting(None, "folder that stores hidden states for later epochs", OURS, **WORDS)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -122,7 +123,7 @@ class LoraConfig:
     rank: int = setting(32, "of the adapter", "B.2", ge=1)
     alpha: float = setting(16.0, "its scale is alpha / rank", "B.2", **POSITIVE)
     dropout: float = setting(0.05, "of its input", "B.2", **SHARE)
-    target: str = setting("all-linear", "modules, in peft's terms", "B.2", min_length=1)
+    target: str = setting("all-linear", "modules, in peft's terms", "B.2", **WORDS)
     lm_head: bool = setting(True, "adapt lm_head too", "B.2")
 
 
@@ -201,7 +202,7 @@ class OptimisationConfig:
 class OutputConfig:
     """What is written."""
 
-    folder: str = setting(REQUIRED, "checkpoints, logs and the trained heads", "", min_length=1)
+    folder: str = setting(REQUIRED, "checkpoints, logs and the trained heads", "", **WORDS)
     checkpoint_steps: int = setting(200, "steps between checkpoints", OURS, ge=1)
     keep_checkpoints: int = setting(2, "how many of the last checkpoints to keep", OURS, ge=1)
     log_steps: int = setting(10, "steps between log lines", OURS, ge=1)
@@ -219,7 +220,7 @@ class GenerationConfig:
     """How the model writes its own training data in `medusa distill` (2.3.2). The seeds are in data.train."""
 
     heads: str | None = setting(
-        None, "folder or hub id of heads to generate with; null: heads.initial, or plain decoding", OURS, min_length=1
+        None, "folder or hub id of heads to generate with; null: heads.initial, or plain decoding", OURS, **WORDS
     )
     max_new_tokens: int = setting(512, "most tokens per answer", OURS, ge=1)
     temperature: float | None = setting(

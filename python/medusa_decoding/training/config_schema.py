@@ -122,6 +122,8 @@ def _first_of(error: ValidationError, kind: Any) -> str:
     path = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in (*parents, last)).removeprefix(".")
     if first["type"] == "missing":
         return f"{path}: expected a value, got nothing"
+    if first["type"] == "string_pattern_mismatch":
+        return f"{path}: expected at least one character that is no space, got {shown(first['input'])}"
     if first["type"] != "unexpected_keyword_argument":
         return f"{path}: expected {re.sub('^.* should (be|have) ', '', first['msg'])}, got {shown(first['input'])}"
     for key in parents:
