@@ -242,7 +242,7 @@ def test_one_projection_on_a_cpu(way_through: Any) -> None:
 
 def main() -> None:
     """Run from the command line."""
-    options = suite.parser(__doc__, 590)
+    options = suite.parser(__doc__, 540)
     options.parse_args()
     if torch.cuda.is_available():
         layers = [Layers(shape, rows) for shape in SHAPES for rows in ROWS]

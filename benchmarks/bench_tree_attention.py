@@ -1,11 +1,11 @@
-"""Tree attention against masked attention of PyTorch.
+"""Tree attention against masked attention of PyTorch and, where installed, FlashInfer and flash-attn.
 
     python -m benchmarks.bench_tree_attention --budget 480
     python -m benchmarks.bench_tree_attention --quick --only nodes=64
 
 Every peer computes the same function (its difference from ours is printed) with its mask prepared outside the timing;
-keys and values are the valid rows only. "sdpa unmasked" computes plain attention over the same rows: a floor, not a
-peer. Cases with `spare` rows are short texts in a large cache: our op alone, as it is planned for the whole cache, in
+keys and values are the valid rows only. Lines named "unmasked" compute plain attention over the same rows: a floor, not
+a peer. Cases with `spare` rows are short texts in a large cache: our op alone, as it is planned for the whole cache, in
 one wave, and with a view of the valid rows. Bytes: keys and values of all valid rows once, queries and output.
 FlexAttention is compiled for each shape, so it is limited to the first `--flex` cases in the order of `--list`.
 """
@@ -191,7 +191,11 @@ def measure(case: Case, run: suite.Run) -> None:
             if run.agrees(case, name, error, TOLERANCE[run.dtype]):
                 timed(name, way)
         return
-    peers = {"sdpa": sdpa} | ({"sdpa unmasked": sdpa_unmasked} if case.nodes > 1 else {})
+    peers: dict[str, Callable[[Case, suite.Run], Variants | str]] = {
+        "sdpa": sdpa, "flashinfer": flashinfer, "flash-attn unmasked": flash_attn_unmasked
+    }  # fmt: skip
+    if case.nodes > 1:  # with one node sdpa has no mask
+        peers["sdpa unmasked"] = sdpa_unmasked
     if run.limits.get("flex", 0) > 0 and run.left() > FLEX_SECONDS:
         run.limits["flex"] -= 1
         peers["flex"] = flex
@@ -211,13 +215,16 @@ def _peer(
     case: Case,
     run: suite.Run,
     name: str,
-    prepare: Callable[[Case, suite.Run], Variants],
+    prepare: Callable[[Case, suite.Run], Variants | str],
     copies: list[Inputs],
     expected: Tensor,
     known: dict[str, int],
 ) -> None:
     """Check and time every variant of a peer; record the best, with the others' medians."""
     variants = prepare(case, run)
+    if isinstance(variants, str):
+        run.skip(case, name, variants)
+        return
     timings: dict[str, gpu.Timing] = {}
     refused: dict[str, str] = {}
     errors: dict[str, float] = {}
@@ -341,6 +348,39 @@ def flex(case: Case, run: suite.Run) -> Variants:
         return out.transpose(1, 2)
 
     return {"compiled" if run.device.type == "cuda" else "eager": attended}
+
+
+def flashinfer(case: Case, run: suite.Run) -> Variants | str:
+    """FlashInfer's single-request attention with a packed custom mask."""
+    try:
+        import flashinfer as library
+    except ImportError:
+        return "flashinfer is not installed"
+    if case.batch > 1:
+        return "FlashInfer is measured for one request"
+    mask = torch.ones(case.nodes, case.rows, dtype=torch.bool)
+    mask[:, case.prefix :] = visible(case.nodes)
+    packed = library.packbits(mask.to(run.device).view(-1), bitorder="little")
+
+    def attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = library.single_prefill_with_kv_cache(q[0], k[0], v[0], packed_custom_mask=packed, kv_layout="HND")
+        return out[None]
+
+    return {"custom mask": attended}
+
+
+def flash_attn_unmasked(case: Case, run: suite.Run) -> Variants | str:
+    """flash-attn's decoding without a mask, split over the keys: the floor."""
+    try:
+        from flash_attn import flash_attn_with_kvcache
+    except ImportError:
+        return "flash-attn is not installed"
+    lens = torch.full((case.batch,), case.rows, dtype=torch.int32, device=run.device)
+    return {
+        "kvcache": lambda q, k, v: flash_attn_with_kvcache(
+            q, k.transpose(1, 2), v.transpose(1, 2), cache_seqlens=lens, causal=False
+        )
+    }
 
 
 SMALL = Case(("small",), heads=4, kv_heads=2, head_dim=64, nodes=16, prefix=512, batch=1)

@@ -248,9 +248,9 @@ def written(text: str, entries: Sequence[Record]) -> str:
     return text
 
 
-def blanked(pattern: re.Pattern[str], text: str, by: str = " ") -> str:
+def blanked(pattern: re.Pattern[str], text: str) -> str:
     """Return a text of the same lines and lengths without what a pattern finds."""
-    return pattern.sub(lambda found: re.sub(r"[^\n]", by, found[0]), text)
+    return pattern.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
 
 
 def problems(text: str, entries: Sequence[Record]) -> Iterator[tuple[int, str]]:
