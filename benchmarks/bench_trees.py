@@ -23,12 +23,15 @@ from benchmarks import harness
 from medusa_decoding.calibration.collect import calibrate
 from medusa_decoding.calibration.expected import expect, search_trees
 from medusa_decoding.calibration.texts import Settings, Writer
-from medusa_decoding.calibration.validate import validate
 from medusa_decoding.checkpoints import find_base_model, pretrained
 from medusa_decoding.demo import CHECKPOINT
+from medusa_decoding.evaluation import interval
 from medusa_decoding.evaluation.prompts import Prompt, read_prompts
 from medusa_decoding.model import MedusaModel
+from medusa_decoding.trees.calibration import Calibration
+from medusa_decoding.trees.replay import walk
 from medusa_decoding.trees.search import walked_tree
+from medusa_decoding.trees.tree import Tree
 from recipes.demo.requests import draw
 
 SIZES = (4, 8, 16, 32, 64)
@@ -47,8 +50,7 @@ def measure(
     sizes: dict[str, Any] = {}
     trees = {size: walked_tree(searched, size) for size in SIZES}
     for size, found in zip(SIZES, search_trees(searched, SIZES, judging), strict=True):
-        checked = validate(searched, writer, others, trees[size]).to_json()
-        sizes[str(size)] = {name: checked[name] for name in ("expected", "measured", "ratio", "steps")} | {
+        sizes[str(size)] = validate(searched, writer, others, trees[size]) | {
             "searched_by": {
                 one.by: {"expected": asdict(one.expected), "held_out": asdict(one.held_out)}
                 for one in found
@@ -69,6 +71,26 @@ def measure(
             for size in SIZES
         }
     return {"prompts": [len(known), len(others)], **settings, "sizes": sizes, "sampled": sampled}
+
+
+def validate(calibration: Calibration, writer: Writer, prompts: Sequence[Prompt], tree: Tree) -> dict[str, Any]:
+    """Answer prompts with a tree, and compare the tokens per step with what a calibration on other prompts expects.
+
+    `ratio` is the walked expectation over the measurement; its interval accounts for the chance in both samples.
+    """
+    rows = []  # tokens and steps of each prompt; the tokens of prefills are not counted
+    for number, prompt in enumerate(prompts):
+        lengths = [one.accept_lengths for one in writer.answers(prompt, number, tree) if one is not None]
+        steps = sum(map(len, lengths))
+        rows.append((steps + sum(map(sum, lengths)), steps))
+    measured = interval.ratio(rows)
+    if measured is None:
+        raise ValueError("prompts: none leaves room for more than one new token")
+    ratio = interval.ratio_of_two(walk(calibration, tree).by_prompt, rows)
+    return {
+        "expected": asdict(expect(calibration, tree)), "measured": asdict(measured), "ratio": asdict(ratio),
+        "steps": sum(steps for _, steps in rows),
+    }  # fmt: skip
 
 
 def main() -> None:
