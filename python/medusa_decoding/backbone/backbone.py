@@ -16,7 +16,7 @@ from medusa_decoding.backbone import fused_layers, unsupported
 from medusa_decoding.backbone.attention_swap import AttentionSwap, DecodeContext, check_layers
 from medusa_decoding.backbone.generation_lock import lock_of
 from medusa_decoding.backbone.rope import rope_tables
-from medusa_decoding.backbone.tensor_parallel import Peers, local_kv_heads
+from medusa_decoding.backbone.tensor_parallel import Peers, Sharded, local_kv_heads
 from medusa_decoding.heads import is_hooked
 
 logger = logging.getLogger(__name__)
@@ -112,8 +112,13 @@ class Backbone:
 
     @property
     def lm_head(self) -> nn.Module:
-        """The current `lm_head`, including an adapter that wraps it."""
-        return self.causal_lm.lm_head
+        """The current `lm_head`, including an adapter that wraps it; see `Sharded` if it is sharded."""
+        return Sharded.of(self.causal_lm.lm_head)
+
+    @property
+    def embed_tokens(self) -> nn.Module:
+        """The current input embedding; see `Sharded` if it is sharded."""
+        return Sharded.of(self.decoder.embed_tokens)
 
     @property
     def device(self) -> torch.device:
@@ -185,7 +190,7 @@ class Backbone:
 
         With `context.hold_last` the last layer only appends, and the result is its input, for `finish`.
         """
-        hidden = self.decoder.embed_tokens(tokens)
+        hidden = self.embed_tokens(tokens)
         if self.native is not None and context.ancestors is not None:
             return self.native(hidden, context)
         if self.fuse:

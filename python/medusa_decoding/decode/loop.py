@@ -40,8 +40,7 @@ def decode_step(
 ) -> None:
     """Run one step of Medusa decoding: changes `state` in place and reads nothing back to the host."""
     noise = selector.noise(state, places(heads, tree), backbone.vocab_size)
-    embed_tokens = backbone.decoder.embed_tokens
-    drafts = propose(state, heads, backbone.lm_head, tree, selector.draw_temperature, noise, embed_tokens)
+    drafts = propose(state, heads, backbone.lm_head, tree, selector.draw_temperature, noise, backbone.embed_tokens)
     tokens, shape = arrange(state, drafts, tree)
     hidden = backbone.forward(tokens, DecodeContext(state.cache, shape.depths, shape.ancestors))
     next_tokens = selector(Nodes(hidden, tokens, shape, noise), backbone.lm_head, state, limits)  # verify

@@ -100,7 +100,7 @@ def own_text_ranks(
         if seed is not None:
             noise = gumbel_noise(seeds[part], places[part], heads.num_heads, heads.vocab_size)
             drawn = {"temperature": draw_temperature(temperature), "noise": noise}
-        root = backbone.decoder.embed_tokens(tokens_later[:, 0]) if heads.root_rank else None
+        root = backbone.embed_tokens(tokens_later[:, 0]) if heads.root_rank else None
         drafts = _draft_tokens(
             heads, states, tokens_later[:, :-1], ranks, backbone.lm_head, root_embedding=root, **drawn
         )

@@ -54,7 +54,7 @@ class StatePool:
         use = memory_use(self.backbone, sizes, final)
         if use.total <= UNCHECKED:
             return start
-        free = available(self.backbone.device)
+        free = self._available()
         if free is None:
             return start
         room = free + sum(state.cache.nbytes for state in (*self._idle, *filter(None, [held])))
@@ -97,12 +97,14 @@ class StatePool:
         tables = self.backbone.rope(sizes.prompt_lengths, shape[4])
         heads = self.backbone.config.num_attention_heads
         try:
-            cache = TreeCache.allocate(shape=shape, rope=tables, heads=heads)
+            with self.backbone.peers.together():
+                cache = TreeCache.allocate(shape=shape, rope=tables, heads=heads)
         except MemoryError:
             if not self._idle:
                 raise
             self._idle.clear()
-            cache = TreeCache.allocate(shape=shape, rope=tables, heads=heads)
+            with self.backbone.peers.together():
+                cache = TreeCache.allocate(shape=shape, rope=tables, heads=heads)
         return self._allocate(cache, sizes.budget)
 
     def enlarge(self, state: DecodeState, sizes: Sizes, rows: int) -> tuple[DecodeState, int]:
@@ -134,7 +136,7 @@ class StatePool:
             try:
                 larger = self.acquire(sizes, rows)
             except MemoryError:
-                free = available(self.backbone.device)
+                free = self._available()
                 if free is None or memory_use(self.backbone, sizes, rows).total > free + cache.nbytes:
                     raise
                 logger.info("memory: no room for a larger cache next to the old one, whose text runs again")
@@ -175,6 +177,18 @@ class StatePool:
         for state in list(self._states):
             state.captured.clear()
 
+    def kept(self, steps: list[object]) -> list[object]:
+        """Describe the idle states, oldest first, with the keys of the graphs captured over them, by value."""
+        return [
+            (*state.cache.kv.shape, *state.output.shape, [(steps.index(key[0]), *key[1:]) for key in state.captured])
+            for state in self._idle
+        ]
+
+    def _available(self) -> int | None:
+        """Return the bytes left on the device; of several processes, in the one with the least, so that they agree."""
+        free = available(self.backbone.device)
+        return None if free is None else self.backbone.peers.least(free)[0]
+
     def _allocate(self, cache: TreeCache, budget: int) -> DecodeState:
         state = DecodeState.allocate(cache, self.backbone.config.hidden_size, budget)
         self._states.add(state)
@@ -199,10 +213,10 @@ class StatePool:
         logger.info("memory: %s", use)
         if use.total <= UNCHECKED:
             return
-        free = available(self.backbone.device)
+        free = self._available()
         if self._idle and free is not None and use.total > free:
             self._idle.clear()
-            free = available(self.backbone.device)
+            free = self._available()
         if free is not None and use.total > free:
             room = free
             most = _most(lambda n: memory_use(self.backbone, sizes, n).total <= room, rows)
@@ -219,7 +233,9 @@ def _free(state: DecodeState) -> None:
 
 
 def _refusal(use: MemoryUse, room: int, backbone: Backbone) -> str:
-    return f"memory: expected at most {size(room)} (free on {backbone.device}), got {use}"
+    processes = backbone.peers.size
+    where = backbone.device if processes == 1 else f"{backbone.device.type} in each of {processes} processes"
+    return f"memory: expected at most {size(room)} (free on {where}), got {use}"
 
 
 def _most(fits: Callable[[int], bool], limit: int) -> int:

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 from medusa_decoding.backbone.backbone import Backbone
+from medusa_decoding.backbone.tensor_parallel import local_part
 from medusa_decoding.decode.loop import Step, decode_step, plain_step
 from medusa_decoding.decode.runtime.compiled import CompiledStep
 from medusa_decoding.decode.runtime.cuda_graph import CapturedStep
@@ -32,8 +33,8 @@ KEPT_STATES = 2
 def resolve_backend(backend: Backend, device: torch.device, processes: int = 1) -> Backend:
     """Return what a backend means on a device: "auto" is "graph" on CUDA and "eager" elsewhere.
 
-    A tensor parallel model's steps run eagerly: they hold collectives, launched by transformers' Python around every
-    sharded module, which have never been captured or compiled here.
+    A tensor parallel model's steps hold collectives. They run eagerly unless "graph" is asked for, on CUDA: what that
+    gains has not been measured yet.
 
     Raises:
         ValueError: an unknown backend, or one that the device, or a model sharded over several processes, cannot run.
@@ -41,9 +42,11 @@ def resolve_backend(backend: Backend, device: torch.device, processes: int = 1) 
     if backend not in BACKENDS:
         raise ValueError(f"backend: expected 'auto', 'eager', 'compiled' or 'graph', got {backend!r}")
     if processes > 1:
-        if backend not in ("auto", "eager"):
-            raise ValueError(f"backend: expected 'auto' or 'eager' for a tensor parallel model, got {backend!r}")
-        return "eager"
+        allowed = ("auto", "eager", "graph") if device.type == "cuda" else ("auto", "eager")
+        if backend not in allowed:
+            names = f"{', '.join(map(repr, allowed[:-1]))} or {allowed[-1]!r}"
+            raise ValueError(f"backend: expected {names} for a tensor parallel model on {device.type}, got {backend!r}")
+        return "graph" if backend == "graph" else "eager"
     if backend == "auto":
         return "graph" if device.type == "cuda" else "eager"
     if backend == "graph" and device.type != "cuda":
@@ -69,9 +72,12 @@ class Steps:
         """Check the model for changes, once per generation and before its prefill; return a function from tree to step.
 
         Raises:
-            ValueError: an unknown backend, or one that the device cannot run.
+            ValueError: an unknown backend, or one that the device or the processes' collectives cannot run.
         """
-        backend = resolve_backend(backend, self.backbone.device, self.backbone.peers.size)
+        peers = self.backbone.peers
+        backend = resolve_backend(backend, self.backbone.device, peers.size)
+        if backend == "graph" and not peers.capturable:
+            raise ValueError("backend: expected NCCL as the processes' backend for 'graph', got another; use 'eager'")
         if backend != "eager":
             model = self.fingerprint()
             if model != self._made_for:
@@ -81,7 +87,10 @@ class Steps:
             stale = "compiled" if self.backbone.device.type == "cpu" else "graph"
             for key in [key for key in self._made if key[1] == stale]:
                 self._drop(key)
-        self.pool.keep = KEPT_STATES if backend != "eager" and self.backbone.device.type == "cuda" else 0
+        self.pool.keep = KEPT_STATES if self._captures(backend) else 0
+        # If one process replayed what another captures, both would wait for ever.
+        if backend == "graph" and peers.size > 1 and not peers.same(self._kept()):
+            self.clear()
         met: dict[int, tuple[Tree, Step]] = {}  # by id: a tree's hash takes as long as some steps
 
         def step_for(tree: Tree) -> Step:
@@ -117,12 +126,20 @@ class Steps:
         modules = [module for root in roots for module in root.modules()]
         tensors = [t for root in roots for t in (*root.parameters(), *root.buffers())]
         return (
-            *((id(t), t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors),
+            *((id(t), local_part(t).data_ptr(), 0 if t.is_inference() else t._version) for t in tensors),
             *(_module_state(module) for module in modules),
         )
 
+    def _captures(self, backend: str) -> bool:
+        return backend == "graph" or (backend == "compiled" and self.backbone.device.type == "cuda")
+
+    def _kept(self) -> str:
+        """Describe the kept steps and states by value, oldest first."""
+        trees = [(tree.choices, tree.lookup, tree.keep, backend) for tree, backend, _ in self._made]
+        return repr((trees, self.pool.kept([*self._made.values()])))
+
     def _make(self, tree: Tree, backend: Backend) -> Step:
-        on_gpu, plain = self.backbone.device.type == "cuda", tree.num_nodes == 1
+        plain = tree.num_nodes == 1
         tensors = TreeTensors.from_tree(Tree([]) if plain else tree, self.backbone.device)
         step: Step = (
             functools.partial(plain_step, self.backbone, tensors)
@@ -130,8 +147,8 @@ class Steps:
             else functools.partial(decode_step, self.backbone, self.heads, tensors)
         )
         if backend == "compiled":
-            step = CompiledStep(step, freeze=not on_gpu)
-        return CapturedStep(step, tree.num_nodes) if on_gpu and backend != "eager" else step
+            step = CompiledStep(step, freeze=self.backbone.device.type != "cuda")
+        return CapturedStep(step, tree, self.backbone) if self._captures(backend) else step
 
 
 def _module_state(module: torch.nn.Module) -> tuple[object, ...]:
