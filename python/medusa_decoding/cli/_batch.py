@@ -11,7 +11,7 @@ import hashlib
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,10 +76,11 @@ class Batch:
         args: of the command.
         model: loaded.
         encoder: of its prompts.
-        prompts: in order, with their tokens `ids`.
+        prompts: by index, in order.
+        ids: their tokens, by index.
 
     Attributes:
-        settings: of generation; without the seed that each prompt adds its index to.
+        common: settings of all prompts, as `Answers` takes them; without the seed, to which each prompt adds its index.
         context: the most tokens of a prompt and its answer.
 
     Raises:
@@ -91,21 +92,23 @@ class Batch:
         args: argparse.Namespace,
         model: MedusaModel,
         encoder: PromptEncoder,
-        prompts: list[Prompt],
-        ids: list[list[int]],
+        prompts: Mapping[int, Prompt],
+        ids: Mapping[int, list[int]],
     ) -> None:
         self.args, self.model, self.encoder, self.prompts, self.ids = args, model, encoder, prompts, ids
-        self.settings = _arguments.sampling(args)
-        self._seed = self.settings.pop("seed", 0) if _arguments.samples(args) else None
-        self._ends = encoder.ends(token_list(model.backbone.causal_lm.generation_config.eos_token_id))
+        self._sampling = _arguments.sampling(args)
+        self._seed = self._sampling.pop("seed", 0) if _arguments.samples(args) else None
+        ends = encoder.ends(token_list(model.backbone.causal_lm.generation_config.eos_token_id))
+        self.common = {"ends": ends, "max_new_tokens": args.max_new_tokens, **self._sampling}
+        self._stops = encoder.stop_strings(args.stop or own_stop_strings(model))
         limit, new = model.backbone.context_limit, args.max_new_tokens
-        for prompt, tokens in zip(prompts, ids, strict=True):
+        for index, tokens in ids.items():
             if not 1 <= len(tokens) <= limit - new:
                 raise ValueError(
                     f"--prompts: expected 1 to {limit - new} tokens (the context of {limit} less --max-new-tokens "
-                    f"{new}) in {prompt.where}, got {len(tokens)}"
+                    f"{new}) in {prompts[index].where}, got {len(tokens)}"
                 )
-        self.context = max(map(len, ids)) + new
+        self.context = max(map(len, ids.values()), default=0) + new
 
     def depends_on(self) -> dict[str, Any]:
         """Return what the answers depend on; lossless ones do not depend on heads, trees and --slots."""
@@ -114,12 +117,12 @@ class Batch:
         decoding = causal.generation_config.to_diff_dict()
         return {
             "model": fingerprint(causal),
-            "prompts": hashlib.blake2b(json.dumps(self.ids).encode(), digest_size=8).hexdigest(),
+            "prompts": hashlib.blake2b(json.dumps(list(self.ids.values())).encode(), digest_size=8).hexdigest(),
             "chat": args.chat,
             "max_new_tokens": args.max_new_tokens,
             "stop": args.stop,
             "seed": self._seed,
-            "sampling": self.settings,
+            "sampling": self._sampling,
             "heads": fingerprint(heads) if typical and heads is not None else None,
             "tree": repr(self.model.tree) if typical else None,
             "decoding": {name: value for name, value in decoding.items() if name != "transformers_version"},
@@ -127,19 +130,21 @@ class Batch:
 
     def answers(self, done: set[int]) -> Iterator[Answer]:
         """Yield the answer to each prompt whose index, its `asked`, is not in `done`, when it ends."""
-        stops = self.encoder.stop_strings(self.args.stop or own_stop_strings(self.model))
-        left = [index for index in range(len(self.prompts)) if index not in done]
-        if not left:
-            return
-        common = {"ends": self._ends, "max_new_tokens": self.args.max_new_tokens, **self.settings}
-        with Answers(self.model, min(self.args.slots or SLOTS, len(left)), self.context, **common) as answers:
+        left = [index for index in self.prompts if index not in done]
+        if left:
+            slots = min(self.args.slots or SLOTS, len(left))
+            with Answers(self.model, slots, self.context, **self.common) as answers:
+                yield from self.each(answers, left)
 
-            def ask(index: int) -> None:
-                seed = {} if self._seed is None else {"seed": self._seed + index}
-                answer = Answer(index, self.prompts[index].where, AnswerText(self.encoder.tokenizer, stops))
-                answers.ask(answer, self.ids[index], **seed)
+    def each(self, answers: Answers, indices: Iterable[int]) -> Iterator[Answer]:
+        """Yield the answer to each of these prompts when it ends, from `answers` that are running."""
 
-            yield from answers.each(iter(left), ask)
+        def ask(index: int) -> None:
+            seed = {} if self._seed is None else {"seed": self._seed + index}
+            answer = Answer(index, self.prompts[index].where, AnswerText(self.encoder.tokenizer, self._stops))
+            answers.ask(answer, self.ids[index], **seed)
+
+        yield from answers.each(iter(indices), ask)
 
     def line(self, answer: Answer) -> dict[str, Any]:
         """Return the line of an answer that has ended."""
@@ -159,16 +164,12 @@ def run(args: argparse.Namespace) -> int:
     """Read, load, generate, print the figures."""
     _check(args)
     prompts = read_prompts(args.prompts, turns=1)
-    for prompt in prompts:
-        if (prompt.system is not None or prompt.tools) and not args.chat:
-            what = "tools" if prompt.system is None else "a system message"
-            raise ValueError(f"--prompts: expected --chat with {what}, got {prompt.where} without --chat")
+    check_chat(args, prompts)
     _arguments.resolve_device(args)
-    tokenizer = _arguments.load_tokenizer(args)
-    encoder = ChatTemplate(tokenizer, args.template) if args.chat else PromptEncoder(tokenizer)
+    encoder = load_encoder(args)
     ids = [encoder.encode(prompt.messages, tools=prompt.tools) for prompt in prompts]
     with only_writer("--out", args.out), _arguments.load_model(args) as model:
-        batch = Batch(args, model, encoder, prompts, ids)
+        batch = Batch(args, model, encoder, dict(enumerate(prompts)), dict(enumerate(ids)))
         file = ResumableFile(args.out, batch.depends_on(), args.resume, _index, name="--out")
         done = set(file.earlier)
         try:
@@ -179,6 +180,20 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps({"prompts": len(prompts), "earlier": len(done), "out": str(args.out), **figures}))
     return 0
+
+
+def check_chat(args: argparse.Namespace, prompts: Iterable[Prompt]) -> None:
+    """Raise `ValueError` for a prompt that needs a chat template, if `--chat` is not given."""
+    for prompt in prompts:
+        if (prompt.system is not None or prompt.tools) and not args.chat:
+            what = "tools" if prompt.system is None else "a system message"
+            raise ValueError(f"--prompts: expected --chat with {what}, got {prompt.where} without --chat")
+
+
+def load_encoder(args: argparse.Namespace) -> PromptEncoder:
+    """Load what encodes prompts: with `--chat` the chat template."""
+    tokenizer = _arguments.load_tokenizer(args)
+    return ChatTemplate(tokenizer, args.template) if args.chat else PromptEncoder(tokenizer)
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -154,14 +154,9 @@ def generate_records(
         OSError: the file could not be written.
         MemoryError: the cache of `batch_size` answers of the longest length does not fit.
     """
-    limit = model.backbone.context_limit if length is None else min(length, model.backbone.context_limit)
-    encoder = ChatEncoder(tokenizer, template, turns=turns, arguments=arguments, vocab_size=model.backbone.vocab_size)
-    ends = token_list(model.backbone.causal_lm.generation_config.eos_token_id)
-    if encoder.end_of_turn is not None and encoder.end_of_turn not in ends:
-        ends.append(encoder.end_of_turn)
-    config = _decoding(model, settings, ends)
+    how = Distillation(model, tokenizer, settings, template, turns, arguments, length)
     with only_writer("out", out):
-        file = RecordFile(out, _settings(model, encoder, settings, limit, config), resume)
+        file = RecordFile(out, how.depends_on(), resume)
         report = GenerationReport()
         for written in file.earlier:
             report.add(written)
@@ -169,7 +164,7 @@ def generate_records(
         if progress is not None:
             progress(report)
         waiting: Iterator[Seed] = (
-            seed for seed in _encoded(seeds, encoder, settings, limit, report) if not file.has(seed.number, seed.digest)
+            seed for seed in _encoded(seeds, how, report) if not file.has(seed.number, seed.digest)
         )
         if (first := next(waiting, None)) is not None:
             waiting = itertools.chain([first], waiting)
@@ -177,9 +172,8 @@ def generate_records(
             if save_states and model.heads is None:
                 weight = model.backbone.causal_lm.model.norm.weight
                 saved = AnswerStates(companion(out, STATES), len(weight), weight.dtype)
-            drawn = _sampling(settings, config)
-            with Answers(model, settings.batch_size, limit, saved is not None, ends=ends, **drawn) as answers:
-                for seed in _answered(answers, waiting, ends, settings, report):
+            with how.answers(states=saved is not None) as answers:
+                for seed in how.answered(answers, waiting, report):
                     lines = seed.lines() if not seed.prompt else []
                     if saved is not None:
                         for line, states in zip(lines, seed.states(), strict=False):
@@ -192,43 +186,76 @@ def generate_records(
         return report
 
 
-def _encoded(
-    seeds: Iterable[Record], encoder: ChatEncoder, settings: GenerationConfig, limit: int, report: GenerationReport
-) -> Iterator[Seed]:
+class Distillation:
+    """How a model answers seeds, one record or several per seed; arguments and errors as in `generate_records`."""
+
+    def __init__(
+        self,
+        model: MedusaModel,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: GenerationConfig,
+        template: str = "auto",
+        turns: str = "joint",
+        arguments: Mapping[str, Any] | None = None,
+        length: int | None = None,
+    ) -> None:
+        backbone = model.backbone
+        self._model, self._settings = model, settings
+        self._limit = backbone.context_limit if length is None else min(length, backbone.context_limit)
+        self._encoder = encoder = ChatEncoder(
+            tokenizer, template, turns=turns, arguments=arguments, vocab_size=backbone.vocab_size
+        )
+        self._ends = token_list(backbone.causal_lm.generation_config.eos_token_id)
+        if encoder.end_of_turn is not None and encoder.end_of_turn not in self._ends:
+            self._ends.append(encoder.end_of_turn)
+        self._config = _decoding(model, settings, self._ends)
+
+    def depends_on(self) -> dict[str, Any]:
+        """Return everything that decides what is written, as JSON."""
+        return _settings(self._model, self._encoder, self._settings, self._limit, self._config)
+
+    def seed(self, number: int, record: Record) -> Seed:
+        """Return a seed to answer; `number` and the setting `seed` decide its random numbers.
+
+        Raises:
+            BadRecordError, ValueError: as `Seed`.
+        """
+        return Seed(number, record, self._encoder, self._settings, self._limit)
+
+    def answers(self, states: bool = False) -> Answers:
+        """Return what runs the answers, a context manager."""
+        drawn = _sampling(self._settings, self._config)
+        return Answers(self._model, self._settings.batch_size, self._limit, states, ends=self._ends, **drawn)
+
+    def answered(self, answers: Answers, waiting: Iterator[Seed], report: GenerationReport) -> Iterator[Seed]:
+        """Yield a seed after each of its answers; after the last one it has no prompt."""
+        start, settings = time.perf_counter(), self._settings
+
+        def ask(seed: Seed) -> None:
+            name = f"{settings.seed} {seed.number} {seed.answered}".encode()
+            number = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")
+            answer = Answer(seed, seed.record.where)
+            answers.ask(answer, seed.prompt, seed=number, max_new_tokens=min(settings.max_new_tokens, seed.room))
+
+        for answer in answers.each(waiting, ask):
+            report.seconds = time.perf_counter() - start
+            report.new_tokens += len(answer.tokens)
+            report.steps += len(answer.accepted)
+            report._stepped += sum(answer.accepted) + len(answer.accepted)
+            seed = answer.asked
+            seed.take(answer.tokens, self._ends, answer.states)
+            if seed.prompt:
+                ask(seed)
+            yield seed
+
+
+def _encoded(seeds: Iterable[Record], how: Distillation, report: GenerationReport) -> Iterator[Seed]:
     for number, record in enumerate(seeds):
         report.seeds += 1
         try:
-            yield Seed(number, record, encoder, settings, limit)
+            yield how.seed(number, record)
         except BadRecordError as error:
             report.reject(record.where, str(error))
-
-
-def _answered(
-    answers: Answers,
-    waiting: Iterator[Seed],
-    ends: Collection[int],
-    settings: GenerationConfig,
-    report: GenerationReport,
-) -> Iterator[Seed]:
-    """Yield a seed after each of its answers; after the last one it has no prompt."""
-    start = time.perf_counter()
-
-    def ask(seed: Seed) -> None:
-        name = f"{settings.seed} {seed.number} {seed.answered}".encode()
-        number = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")
-        answer = Answer(seed, seed.record.where)
-        answers.ask(answer, seed.prompt, seed=number, max_new_tokens=min(settings.max_new_tokens, seed.room))
-
-    for answer in answers.each(waiting, ask):
-        report.seconds = time.perf_counter() - start
-        report.new_tokens += len(answer.tokens)
-        report.steps += len(answer.accepted)
-        report._stepped += sum(answer.accepted) + len(answer.accepted)
-        seed = answer.asked
-        seed.take(answer.tokens, ends, answer.states)
-        if seed.prompt:
-            ask(seed)
-        yield seed
 
 
 def _sampling(settings: GenerationConfig, config: Any) -> dict[str, Any]:
