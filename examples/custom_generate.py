@@ -1,5 +1,7 @@
 """An existing transformers script, with the two changes that let it decode with heads.
 
+Heads that `medusa export --format hub` has written need one: custom_generate=FOLDER, trust_remote_code=True.
+
 python examples/custom_generate.py
 python examples/custom_generate.py --base-model BASE --heads HEADS --prompt "Write a haiku about trees."
 """

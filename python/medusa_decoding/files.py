@@ -198,7 +198,7 @@ def whole_folder(folder: Path, replace: bool = False) -> Iterator[Path]:
         staging.mkdir(parents=True)
         try:
             yield staging
-            for file in staging.iterdir():
+            for file in staging.rglob("*"):
                 _on_disk(file)
             if folder.exists():
                 os.rename(folder, aside)

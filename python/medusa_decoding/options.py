@@ -13,6 +13,7 @@ VLLM_VERSIONS = "0.28 to 0.32"
 """Versions of vLLM that read Medusa heads."""
 TARGETS = {
     "native": "what this package writes itself; holds every kind of heads; not for vLLM",
+    "hub": "for a repository on the hub: native, with a model card and code for transformers' generate",
     "embedded": "the base model with the heads in it, one folder; holds every kind of heads; not for vLLM",
     "original-v1": "the original project's: one projection per head (a shared lm_head is copied); not for vLLM",
     "original-v2": "the original project's: residual blocks alone, lm_head shared; not for vLLM",

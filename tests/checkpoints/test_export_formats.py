@@ -138,18 +138,22 @@ def test_every_kind_of_heads_drafts_the_same_in_every_format(
             export(source, out, target)
         assert sorted(entry.name for entry in tmp_path.iterdir()) == ["base", "heads"]
         return
-    done = export(source, out, target)
+    done = export(source, out, target, base_model="someone/base" if target == "hub" else None)
     assert (done.folder, done.format) == (out, target)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["base", "heads", "out"]
     read = read_heads(out)
     assert read.notes == []
-    assert read.format == {"native": "original", "original-v1": "original", "original-v2": "original"}.get(
-        target, target
-    )
-    assert read.base_model == str(out if target == "embedded" else tmp_path / "base") == done.base_model
+    assert read.format == {
+        "native": "original",
+        "hub": "original",
+        "original-v1": "original",
+        "original-v2": "original",
+    }.get(target, target)
+    assert read.base_model == done.base_model
+    assert done.base_model == {"embedded": str(out), "hub": "someone/base"}.get(target, str(tmp_path / "base"))
     trimmed = target == "vllm" and kind == "shared, trimmed"  # written with the whole lm_head
     heads, lm_head = made("shared" if trimmed else kind), tiny_llama.lm_head.weight.detach()
-    if target in ("native", "embedded"):
+    if target in ("native", "hub", "embedded"):
         before, after = heads.state_dict(), read.heads.state_dict()
         assert before.keys() == after.keys()
         for name, tensor in before.items():
@@ -172,7 +176,8 @@ def test_every_kind_of_heads_drafts_the_same_in_every_format(
         )
         assert torch.equal(best[1], proposed[1])
     says = "> The heads here have all 11 tokens. All figures below are of heads with 4 of the tokens.\n\n"
-    assert (out / "README.md").read_text() == says * trimmed + "the card"
+    card = (out / "README.md").read_text()
+    assert card == says * trimmed + "the card" or (target == "hub" and "\nthe card\n\n" in card)
     assert (out / "medusa_tree.json").read_text() == "[[0]]"
     assert not (out / "calibration.json").exists()
 
@@ -521,7 +526,7 @@ class TestConversion:
         [
             ("int8", {"storage": "fp8"}, "heads: expected an own projection in floats, got one in int8"),
             ("own", {"storage": "int4"}, "storage: expected 'float', 'int8', 'fp8' or None, got 'int4'"),
-            ("own", {"format": "trtllm"}, "format: expected one of native, embedded, .*, got 'trtllm'"),
+            ("own", {"format": "trtllm"}, "format: expected one of native, hub, .*, got 'trtllm'"),
         ],
     )
     def test_impossible_conversions_are_refused(

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from medusa_decoding.checkpoints import embedded, original, vllm
+from medusa_decoding.checkpoints import embedded, hub, original, vllm
 from medusa_decoding.checkpoints.base_model import lm_head_weight
 from medusa_decoding.checkpoints.layout import DTYPES, unpack
 from medusa_decoding.checkpoints.pretrained import stated_sizes
@@ -25,9 +25,11 @@ from medusa_decoding.files import whole_folder, write_json
 from medusa_decoding.heads import MedusaHeads, Storage
 from medusa_decoding.options import TARGETS, VLLM_VERSIONS
 
-Target = Literal["native", "embedded", "original-v1", "original-v2", "vllm"]
+Target = Literal["native", "hub", "embedded", "original-v1", "original-v2", "vllm"]
 
-_CARD, _MEASURED = "README.md", "measured.json"
+_CARD, _MEASURED = hub.CARD, "measured.json"
+# Formats of this package, which hold every kind of heads.
+_OWN = ("native", "hub", "embedded")
 # Files that go along with heads. Calibrations and tuned trees hold only for the heads that they were made with.
 _CARRIED = (_CARD, "accuracy.png", _MEASURED, "medusa_tree.json", "medusa_tree_sampling.json")
 _TOKENIZER = (
@@ -94,6 +96,8 @@ def export(
     file: Literal["pt", "safetensors"] = "pt",
     overwrite: bool = False,
     revision: str | None = None,
+    license: str | None = None,
+    repo_id: str | None = None,
 ) -> Exported:
     """Write the heads of a checkpoint in another format; they draft the same tokens there.
 
@@ -115,6 +119,8 @@ def export(
             text-generation-inference the latter, with the tokenizer next to it.
         overwrite: replace a folder that holds a checkpoint of heads and nothing else.
         revision: branch, tag or commit of the heads on the hub.
+        license: identifier of the heads' license for the card of "hub"; None for the one that their card names.
+        repo_id: repository of the hub that the card of "hub" shows in its examples, OWNER/NAME.
 
     Raises:
         ValueError: heads that the format cannot hold (the message says what can be done), an unreadable checkpoint, no
@@ -146,16 +152,19 @@ def export(
     vocab_size = None if base_model is None else sizes.get("vocab_size")
     given = read_heads(source, hidden_size=sizes.get("hidden_size"), vocab_size=vocab_size).heads
     heads = _converted(given, storage, dtype)
-    if format not in ("native", "embedded"):
+    if format not in _OWN:
         heads = _in_order(heads)
-    _check_holds(heads, format)
+    obstacle = _obstacle(heads, format, heads.storage)
+    if obstacle is not None:
+        wanted, got, remedy = obstacle
+        raise ValueError(f"heads: expected {wanted} for {format} ({remedy}), got {got}")
     base_folder = functools.cache(lambda: _base_folder(base, base_revision, format))
     if format == "embedded":
         sizes = stated_sizes(str(base_folder()))
-    for name, got in sizes.items():
-        if got != getattr(heads, name):
+    for name, size in sizes.items():
+        if size != getattr(heads, name):
             raise ValueError(
-                f"base_model: expected {name} {getattr(heads, name)} like the heads in {source}, got {got} in {base}"
+                f"base_model: expected {name} {getattr(heads, name)} like the heads in {source}, got {size} in {base}"
             )
 
     notes: list[str] = []
@@ -180,7 +189,7 @@ def export(
             fields = original.fields(heads, base)
             own = {key: value for key, value in fields.items() if key.startswith("medusa_") or key == "version"}
             embedded.write(staging, base_folder(), unpack(heads), own)
-        elif format == "native":
+        elif format in _OWN:
             original.write_heads(heads, staging, base_model=base, base_revision=base_revision)
         else:
             notes += _reader_notes(heads, format, file)
@@ -189,6 +198,8 @@ def export(
                 notes += _copy_tokenizer(Path(base) if lm_head is None else base_folder(), staging, base)
         # Last: a base model's folder may also have files of these names.
         notes += _carry(source, staging, was, now)
+        if format == "hub":
+            notes += hub.complete(staging, heads, base, base_revision, license, repo_id)
     launch = None
     if format == "vllm":
         obstacles = vllm.obstacles(out, base, source)
@@ -239,17 +250,13 @@ def unrelated_entry(folder: Path) -> str | None:
     """
     known = (*_KNOWN_FILES, *(original.WEIGHTS if original.recognise(folder) else _MODEL_WEIGHTS))
     for entry in sorted(folder.iterdir()):
-        if entry.is_dir() or not any(fnmatchcase(entry.name, pattern) for pattern in known):
+        if entry.is_dir():
+            ours = entry.name == hub.CODE and {file.name for file in entry.iterdir()} <= {*hub.CODE_FILES}
+        else:
+            ours = any(fnmatchcase(entry.name, pattern) for pattern in known)
+        if not ours:
             return entry.name
     return None
-
-
-def _check_holds(heads: MedusaHeads, target: Target) -> None:
-    """Raise `ValueError` if a format cannot hold such heads; the message says what can be done."""
-    found = _obstacle(heads, target, heads.storage)
-    if found is not None:
-        wanted, got, remedy = found
-        raise ValueError(f"heads: expected {wanted} for {target} ({remedy}), got {got}")
 
 
 def _obstacle(heads: MedusaHeads, target: Target, storage: Storage) -> tuple[str, str, str] | None:
@@ -257,7 +264,7 @@ def _obstacle(heads: MedusaHeads, target: Target, storage: Storage) -> tuple[str
 
     Everything that says which heads a format can hold asks here.
     """
-    if target in ("native", "embedded"):
+    if target in _OWN:
         return None
     anywhere = "native and embedded hold it"
     if heads.root_rank:

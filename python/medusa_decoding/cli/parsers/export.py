@@ -1,17 +1,20 @@
 """Write heads in the format of another program.
 
-For vLLM, the original project, text-generation-inference, or as one full model.
+For vLLM, the original project, text-generation-inference, the Hugging Face hub, or as one full model.
 
     medusa export --model runs/vicuna-7b/heads --out for-vllm --format vllm
     medusa export --model HEADS --out small --format native --storage int8
     medusa export --model HEADS --out model --format embedded --dtype bfloat16
     medusa export --model HEADS --out v1 --format original-v1 --file safetensors
+    medusa export --model HEADS --out repository --format hub --license apache-2.0 --push OWNER/NAME
 
 The exported heads draft the same tokens. The model card, its figures and the tree are copied too (not the calibration,
 if the storage changes). Heads that a format cannot represent are refused with a line that says what to do.
 
 For vLLM, the command that serves the result is printed. vLLM also loads native and original folders, but silently
-ignores the biases of the heads, so that few or none of their draft tokens are accepted. The formats:
+ignores the biases of the heads, so that few or none of their draft tokens are accepted.
+
+`--push` prints what it would upload to the hub, and uploads only with `--yes`. The formats:
 
 """
 
@@ -58,5 +61,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="file type of the original formats: pt, which the project's own code reads (default), or safetensors, "
         "which text-generation-inference reads (with the base model's tokenizer, if that is a folder)",
     )
+    add_option(parser, "--license ID", str, "license of the heads for the model card of the hub format, as apache-2.0")
+    add_option(parser, "--push OWNER/NAME", str, "with the hub format: show what would be uploaded to this repository")
+    parser.add_argument("--private", action="store_true", help="with --push: create a private repository")
+    parser.add_argument("--yes", action="store_true", help="with --push: upload, in one commit")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing folder that contains only heads")
     parser.add_argument("--json", action="store_true", help="print what was written as one JSON object")
