@@ -57,7 +57,7 @@ def test_a_key_is_asked_for(demo_engine, encoder):
                 assert response.headers["www-authenticate"] == "Bearer"
         headers = {"Authorization": "bearer s\u00e9cret key".encode()}
         assert httpx.post(server.url + CHAT, json=BODY, headers=headers).status_code == 200
-        for path in ("/health", "/metrics", "/openapi.json", "/"):
+        for path in ("/health", "/live", "/load", "/ping", "/ready", "/version", "/metrics", "/openapi.json", "/"):
             assert httpx.get(server.url + path).status_code == 200
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import httpx
 import openai
@@ -374,3 +375,53 @@ def test_metrics_count_what_happened(server, demo_engine):
     assert grown("medusa_accepted_draft_tokens_sum") == done["usage"]["medusa"]["accepted_draft_tokens"]
     assert grown("medusa_request_latency_seconds_count") == 1
     assert after["medusa_running_rows",] == after["medusa_queue_length",] == 0
+
+
+def test_metrics_with_vllm_names_mean_what_vllm_means(server, demo_engine):
+    def read():
+        families = text_string_to_metric_families(httpx.get(server.url + "/metrics").text)
+        samples = [one for family in families for one in family.samples if one.name.startswith("vllm:")]
+        assert {one.labels.get("model_name", one.name) for one in samples} == {"demo", "vllm:cache_config_info"}
+        extra = ("finished_reason", "position", "le")
+        return {(one.name[5:], *(one.labels[key] for key in extra if key in one.labels)): one.value for one in samples}
+
+    def grown(**fields):
+        before, usage = read(), post(server, CHAT, **fields).json()["usage"]
+        return usage, lambda *key: read()[key] - before.get(key, 0)
+
+    usage, more = grown(max_tokens=24, tree=[[0], [1], [0, 0]])
+    steps, lengths = usage["medusa"]["steps"], usage["medusa"]["accept_lengths"]
+    assert lengths["2"]  # else the second position shows nothing
+    assert more("spec_decode_num_drafts_total") == more("inter_token_latency_seconds_count") == steps
+    assert more("spec_decode_num_draft_tokens_total") == 3 * steps
+    assert more("spec_decode_num_accepted_tokens_total") == usage["medusa"]["accepted_draft_tokens"]
+    assert more("spec_decode_num_accepted_tokens_per_pos_total", "0") == steps - lengths.get("0", 0)
+    assert more("spec_decode_num_accepted_tokens_per_pos_total", "1") == lengths["2"]
+    assert more("generation_tokens_total") == 24
+    assert more("prefix_cache_queries_total") == more("prompt_tokens_total") == usage["prompt_tokens"]
+    assert more("request_success_total", "length") == 1
+    for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time"):
+        assert more(f"{name}_seconds_count") == 1
+
+    usage, more = grown(max_tokens=8, tree="plain")
+    assert more("inter_token_latency_seconds_count") == usage["medusa"]["steps"] == 7
+    assert more("spec_decode_num_drafts_total") == more("spec_decode_num_draft_tokens_total") == 0
+
+    usage, more = grown(max_tokens=24, stop=["class"])  # the engine counts it as cancelled
+    assert more("request_success_total", "stop") == 1
+    usage, more = grown(prompt_logprobs=1)  # which looks for nothing in the cache
+    assert more("prefix_cache_queries_total") == 0 < more("prompt_tokens_total")
+
+    ended, seen = threading.Event(), []
+
+    def deliver(choice, delta):
+        seen.append((len(delta.tokens), demo_engine.stats().cached))
+        if delta.finish:
+            ended.set()
+
+    demo_engine.submit([5, 6, 7], deliver, max_new_tokens=8, tree="auto")
+    assert ended.wait(20)
+    (_, prefilled), *steps = seen
+    assert [cached for _, cached in steps] == [4 + sum(new for new, _ in steps[: n + 1]) for n in range(len(steps))]
+    config = httpx.get(server.url + "/metrics").text.partition("vllm:cache_config_info{")[2]
+    assert f'num_gpu_blocks="{demo_engine.context * demo_engine.stats().slots // 16}"' in config

@@ -88,11 +88,12 @@ def test_a_signal_lets_accepted_requests_finish_and_refuses_others(demo, encoder
             wait_for(lambda: engine.stats().waiting == 1)
             server.handle_exit(signal.SIGTERM, None)
             wait_for(lambda: not engine.running)
-            for refused in (httpx.get(f"{url}/health"), httpx.post(chat, json=body)):
+            for refused in (httpx.get(f"{url}/health"), httpx.get(f"{url}/ready"), httpx.post(chat, json=body)):
                 assert refused.status_code == 503
                 assert refused.json()["error"]["code"] == "shutting_down"
                 assert int(refused.headers["retry-after"]) > 0
                 assert refused.headers["connection"] == "close"
+            assert httpx.get(f"{url}/live").status_code == 200
             goes_on.set()
             *_, last, done = [line.removeprefix("data: ") for line in lines if line]
         assert json.loads(last)["choices"][0]["finish_reason"] == "length"

@@ -45,9 +45,11 @@ class EngineStats(Counts):
         steps: number of steps.
         new_tokens: tokens emitted.
         prompt_tokens: tokens of the prompts admitted.
+        queried_tokens: those of them that were looked up in the cache; all but prompts with log-probabilities.
         reused_tokens: those of them that were cached already.
         accepted_histogram: steps of single rows, by accepted draft tokens.
         tree_nodes: steps by nodes of their tree.
+        row_steps: steps of single rows, by nodes of their tree.
         finished: generations by the reason of their end.
         step_seconds: time in steps.
         prefill_seconds: time in prefills.
@@ -55,12 +57,16 @@ class EngineStats(Counts):
         waiting: requests in the queue.
         slots: the most rows that can run.
         queue: the most requests that can wait.
+        cached: tokens of the running rows in the KV cache.
+        capacity: tokens that it has room for.
     """
 
     running: int = 0
     waiting: int = 0
     slots: int = 0
     queue: int = 0
+    cached: int = 0
+    capacity: int = 1
 
 
 class Engine:
@@ -213,17 +219,22 @@ class Engine:
     @property
     def running(self) -> bool:
         """Whether requests are taken."""
-        return self._thread is not None and self._thread.is_alive() and self._deadline is None
+        return self.alive and self._deadline is None
+
+    @property
+    def alive(self) -> bool:
+        """Whether the engine's thread runs, also while a closing engine finishes what it has taken."""
+        return self._thread is not None and self._thread.is_alive()
 
     def stats(self) -> EngineStats:
         """Return the figures so far; a copy."""
         scheduler = self._scheduler
         counts = {name: getattr(scheduler.counts, name) for name in asdict(Counts())}
-        for name in ("accepted_histogram", "tree_nodes", "finished"):
+        for name in ("accepted_histogram", "tree_nodes", "row_steps", "finished"):
             counts[name] = counts[name].copy()
         return EngineStats(
             **counts, running=scheduler.taken, waiting=len(scheduler.waiting), slots=len(scheduler.slots),
-            queue=self.queue,
+            queue=self.queue, cached=scheduler.cached, capacity=len(scheduler.slots) * self.context,
         )  # fmt: skip
 
     def start(self) -> Engine:

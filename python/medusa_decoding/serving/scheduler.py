@@ -51,9 +51,11 @@ class Counts:
     steps: int = 0
     new_tokens: int = 0
     prompt_tokens: int = 0
+    queried_tokens: int = 0
     reused_tokens: int = 0
     accepted_histogram: Counter[int] = field(default_factory=Counter)
     tree_nodes: Counter[int] = field(default_factory=Counter)
+    row_steps: Counter[int] = field(default_factory=Counter)
     finished: Counter[str] = field(default_factory=Counter)
     step_seconds: float = 0.0
     prefill_seconds: float = 0.0
@@ -120,6 +122,13 @@ class Scheduler:
         prefill = self._prefill  # another thread may ask
         return len(self.groups) + (0 if prefill is None else len(prefill.rows))
 
+    @property
+    def cached(self) -> int:
+        """Tokens in the KV cache of the rows that have these slots."""
+        prefill = self._prefill
+        begun = 0 if prefill is None else prefill.cached * len(prefill.rows)
+        return begun + sum(len(row.text) for group in self.groups for row in list(group.rows))
+
     def round(self) -> None:
         """Run prompts and a step of each group; an error ends the rows that it concerns."""
         seconds = LONGEST_SECONDS
@@ -176,6 +185,7 @@ class Scheduler:
             if prefill is not None and not self._joins(row, prefill):
                 break
             self.waiting.popleft()
+            row.ticket.waited = time.perf_counter() - row.ticket.submitted
             try:
                 reused = self.slots.place(row.ticket.prompt, first, reuse=row.scores is None)
                 self.slots.clear(first, row.seed, row.temperature)
@@ -215,6 +225,7 @@ class Scheduler:
         for row in rows:
             row.ticket.reused = prefill.cached
         self.counts.prompt_tokens += sum(map(len, prompts))
+        self.counts.queried_tokens += sum(len(row.ticket.prompt) for row in rows if row.scores is None)
         self.counts.reused_tokens += len(rows) * prefill.cached
         last = slot + len(rows)
         selector, limits = prefill.group.prepare(len(rows), backbone.device, self.slots.temperatures[slot:last])
@@ -331,7 +342,9 @@ class Scheduler:
                     self.groups.leave(row)
                 committed.append(row.emitted - before)
             seconds = None if launched.made else progress.work
-            launched.policy.observe(launched.tree, seconds, [count for count in committed if count])
+            committed = [count for count in committed if count]
+            self.counts.row_steps[launched.tree.num_nodes] += len(committed)
+            launched.policy.observe(launched.tree, seconds, committed)
 
     def _take(
         self,

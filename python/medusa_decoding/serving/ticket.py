@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
@@ -67,6 +68,8 @@ class Ticket:
         reused: tokens of the prompt whose keys and values were cached already; known from the first delta on.
         prompt_logprobs: one entry per token of the prompt, None for the first; complete from the first delta on, if
             the request asked for them, and of a request with several choices only the first has them.
+        submitted: when, by `time.perf_counter`.
+        waited: seconds in the queue, once the prompt has got a slot.
         accepted: how many draft tokens each step has accepted so far (the prefill is not a step).
         cancelled: whether `cancel` was called.
     """
@@ -74,6 +77,8 @@ class Ticket:
     prompt: list[int]
     deliver: Callable[[Delta], None]
     reused: int = 0
+    submitted: float = field(default_factory=time.perf_counter)
+    waited: float = 0.0
     prompt_logprobs: Sequence[TokenLogprobs | None] = ()
     accepted: list[int] = field(default_factory=list)
     _cancelled: threading.Event = field(default_factory=threading.Event, repr=False)

@@ -1,8 +1,8 @@
 """Serve a model over HTTP, with OpenAI's API.
 
-The server has /v1/chat/completions, /v1/completions, /v1/models, /health, /metrics (Prometheus) and, at /, a page to
-try the model. Any OpenAI client works with it: streaming, stop strings, seeds, log-probabilities, JSON schemas, tools.
-A field that the server cannot obey is an error, and never ignored.
+The server has /v1/chat/completions, /v1/completions, /v1/models, /ready and /live (for probes), /metrics (Prometheus,
+also with vLLM's names) and, at /, a page to try the model. Any OpenAI client works with it: streaming, stop strings,
+seeds, log-probabilities, JSON schemas, tools. A field that the server cannot obey is an error, and never ignored.
 
 Answers are greedy unless a request says otherwise: a request without `temperature` gets --temperature (default: 0), and
 not OpenAI's default of 1. Requests with `top_p`, `top_k` or `min_p` sample at temperature 1 if they give no other.

@@ -95,8 +95,7 @@ class Choice:
         if self.finish is not None and not stopped:
             text += self.text.end()
         self._shown += len(text)
-        self.tokens, self.steps, self.last = self.tokens + count, self.steps + (count > 0), time.perf_counter()
-        self.first = self.first or self.last
+        self.tokens, self.steps = self.tokens + count, self.steps + (count > 0)
         everything = self.finish is not None and not stopped
         ready = [one for one in self._waiting if everything or one.offset < self._shown]
         self._waiting = self._waiting[len(ready) :]
@@ -145,7 +144,7 @@ class Answers:
         self._token_bytes = token_bytes
         self._began, self._timeout = time.perf_counter(), timeout
         self._loop = asyncio.get_running_loop()
-        self._arrived: asyncio.Queue[tuple[int, Delta] | Exception] = asyncio.Queue()
+        self._arrived: asyncio.Queue[tuple[int, Delta, float] | Exception] = asyncio.Queue()
         self._watcher: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self.tickets: list[Ticket] = []
@@ -193,20 +192,27 @@ class Answers:
             arrived = await self._arrived.get()
             if isinstance(arrived, Exception):
                 raise arrived
-            index, delta = arrived
+            index, delta, at = arrived
             choice = self.choices[index]
             if choice.finish is not None:  # it has ended by a stop string
                 continue
             if delta.finish == "error":
+                self._metrics.ended("error", at - self._began, self.tickets[index].waited)
                 raise _failure(delta.error)
             if delta.finish == "cancelled":
                 raise shutting_down()
             if choice.first is None and delta.tokens:
-                self._metrics.first_token.observe(time.perf_counter() - self._began)
+                choice.first = at
+                self._metrics.first_token(at - self._began)
+            elif delta.tokens:
+                self._metrics.token_gap.observe(at - choice.last)
+            choice.last = at
             if not choice.parts:
                 self._read_prompt(choice)
             part = choice.add(Delta([], "length") if self._plan.empty else delta)
             if part.finish is not None:
+                reason = "length" if part.finish == "length" else "stop"
+                self._metrics.ended(reason, at - self._began, self.tickets[index].waited)
                 self.tickets[index].cancel()
                 running -= 1
             yield part
@@ -264,7 +270,7 @@ class Answers:
     def _deliver(self, index: int, delta: Delta) -> None:
         """Hand a delta from the engine's thread to the event loop."""
         with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits
-            self._loop.call_soon_threadsafe(self._arrived.put_nowait, (index, delta))
+            self._loop.call_soon_threadsafe(self._arrived.put_nowait, (index, delta, time.perf_counter()))
 
     async def _watch(self) -> None:
         """Wait until the client leaves."""

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request, Security
@@ -96,7 +97,7 @@ class Server:
         self._started = int(time.time())
         tree = engine.model.tree
         self._plain = engine.model.heads is None or (isinstance(tree, Tree) and tree.num_nodes == 1)
-        self.metrics = Metrics(engine)
+        self.metrics = Metrics(engine, settings.model)
 
     def routes(self) -> APIRouter:
         """Return the routes."""
@@ -115,7 +116,11 @@ class Server:
         methods = ["GET", "POST", "DELETE"]
         v1.add_api_route("/responses{rest:path}", self.no_responses, methods=methods, include_in_schema=False)
         errors: dict[int | str, dict[str, Any]] = {status: _ERRORS[status] for status in (403, 405, 500, 503)}
-        plain.add_api_route("/health", self.health, methods=["GET"], responses=errors)
+        for path, endpoint in (
+            ("/health", self.health), ("/ready", self.health), ("/ping", self.health), ("/live", self.live),
+            ("/version", self.version), ("/load", self.load),
+        ):  # fmt: skip
+            plain.add_api_route(path, endpoint, methods=["GET"], responses=errors)
         plain.add_api_route(
             "/metrics", self.show_metrics, methods=["GET"], response_class=Response,
             responses={**errors, 200: {"content": {"text/plain": {}, "application/openmetrics-text": {}}}},
@@ -165,6 +170,21 @@ class Server:
         if not self._engine.running:
             raise shutting_down()
         return {"status": "ok"}
+
+    async def live(self) -> dict[str, str]:
+        """Tell whether the engine runs, also while it takes no more requests."""
+        if not self._engine.alive:
+            raise shutting_down()
+        return {"status": "ok"}
+
+    async def version(self) -> dict[str, str]:
+        """Return the version of medusa-kernels."""
+        return {"version": version("medusa-kernels")}
+
+    async def load(self) -> dict[str, int]:
+        """Return how many choices run or wait."""
+        stats = self._engine.stats()
+        return {"server_load": stats.running + stats.waiting}
 
     async def show_metrics(self, request: Request) -> Response:
         """Return metrics for Prometheus."""

@@ -12,7 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from medusa_decoding.serving.http.errors import ApiError
 from medusa_decoding.serving.http.settings import JSON_DEPTH, READ_SECONDS, Settings
 
-OPEN = {"/", "/health", "/metrics", "/openapi.json"}
+OPEN = {"/", "/health", "/live", "/load", "/metrics", "/openapi.json", "/ping", "/ready", "/version"}
 """Paths without an API key; everything else needs it."""
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)  # to the end if unclosed: linear time
 _ALIKE, _OTHERS = bytes.maketrans(b"{}", b"[]"), bytes(set(range(256)) - set(b"[]{}"))
