@@ -14,7 +14,7 @@ import uvicorn
 
 from medusa_decoding.serving.engine import EngineStats
 from medusa_decoding.serving.http.app import create_app
-from medusa_decoding.serving.http.connections import Connection
+from medusa_decoding.serving.http.connections import OPTIONS
 from medusa_decoding.serving.http.settings import Settings
 from medusa_decoding.serving.ticket import Delta, Ticket, TokenLogprobs
 
@@ -35,7 +35,7 @@ class Live:
 def live(engine: Any, encoder: Any, *, key: str = "none", **settings: Any) -> Iterator[Live]:
     """Serve on a free port until the block ends."""
     app = create_app(engine, encoder, Settings(model="demo", **settings))
-    config = uvicorn.Config(app, http=Connection, log_level="critical", lifespan="off", timeout_graceful_shutdown=2)
+    config = uvicorn.Config(app, log_level="critical", timeout_graceful_shutdown=2, **OPTIONS)
     server = uvicorn.Server(config)
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

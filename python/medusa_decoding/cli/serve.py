@@ -138,7 +138,7 @@ def server(app: Any, args: argparse.Namespace, engine: Engine, ready: Callable[[
     """
     import uvicorn
 
-    from medusa_decoding.serving.http.connections import BACKLOG, Connection, report_rarely
+    from medusa_decoding.serving.http.connections import BACKLOG, OPTIONS, report_rarely
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -158,7 +158,6 @@ def server(app: Any, args: argparse.Namespace, engine: Engine, ready: Callable[[
             self.force_exit = False  # answers end with an error of their own, and not with a broken connection
 
     config = uvicorn.Config(
-        app, http=Connection, backlog=BACKLOG, log_level=args.log_level, timeout_graceful_shutdown=5,
-        server_header=False, lifespan="off",
+        app, backlog=BACKLOG, log_level=args.log_level, timeout_graceful_shutdown=5, server_header=False, **OPTIONS
     )  # fmt: skip
     return Server(config)

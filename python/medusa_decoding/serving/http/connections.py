@@ -6,7 +6,7 @@ import asyncio
 import logging
 from typing import Any
 
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from medusa_decoding.serving.http.settings import READ_SECONDS
 
@@ -17,8 +17,11 @@ BACKLOG = 256
 REPORT_SECONDS = 60.0
 
 
-class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-    """uvicorn's protocol, which also closes a connection whose request headers are not complete in time."""
+class Connection(H11Protocol):
+    """uvicorn's protocol, which also closes a connection whose request headers are not complete in time.
+
+    It is the one on h11 even where httptools is installed, as by Ray: they refuse different requests.
+    """
 
     _timer: asyncio.TimerHandle | None = None
 
@@ -46,6 +49,10 @@ class Connection(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
                 self._timer = None
         elif self._timer is None:
             self._timer = self.loop.call_later(READ_SECONDS, self.transport.close)
+
+
+OPTIONS: Any = {"http": Connection, "loop": "asyncio", "ws": "none", "lifespan": "off"}
+"""Of `uvicorn.Config`: the same whatever uvicorn finds installed."""
 
 
 def report_rarely(loop: asyncio.AbstractEventLoop) -> None:
