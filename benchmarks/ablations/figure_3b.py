@@ -60,7 +60,7 @@ def best_tree(args: argparse.Namespace, model: MedusaModel) -> Tree:
     Raises:
         ValueError: nothing was.
     """
-    folder = fetch_folder(_arguments._heads(args), None)
+    folder = fetch_folder(_arguments.heads_of(args), None)
     heads = setup.heads_of(model)
     found = find_accuracies(folder, heads)
     if found is None:

@@ -26,6 +26,7 @@ model
 huggingface chat demo
 serving
 serving.http
+serving.launch
 training.config_schema
 training.config
 training.data

@@ -20,6 +20,7 @@ from medusa_decoding.cli import argument_parser, main, serve
 from medusa_decoding.serving.engine import Engine
 from medusa_decoding.serving.http.app import create_app
 from medusa_decoding.serving.http.settings import Settings
+from medusa_decoding.serving.launch import KEY_VARIABLE
 
 MESSAGES = [{"role": "user", "content": "Write a class Job with name: str that is sorted by name."}]
 
@@ -143,7 +144,7 @@ def test_a_second_ctrl_c_ends_running_answers_and_the_server(started):
     ],
 )
 def test_bad_arguments_are_refused_before_anything_is_loaded(capsys, monkeypatch, arguments, words):
-    monkeypatch.setattr("medusa_decoding.cli._arguments.load_tokenizer", lambda *_: pytest.fail("loaded"))
+    monkeypatch.setattr("medusa_decoding.serving.launch.load_tokenizer", lambda *_: pytest.fail("loaded"))
     try:
         code = main(["serve", *arguments])
     except SystemExit as end:
@@ -161,26 +162,28 @@ def test_a_missing_library_is_named_with_the_extra(capsys, monkeypatch, library)
     assert "pip install 'medusa-kernels[serve]'" in line
 
 
-def settings(*arguments):
-    return serve.settings_of(argument_parser().parse_args(["serve", *arguments]))
+def key(*arguments):
+    return serve.arguments_of(argument_parser().parse_args(["serve", *arguments])).key()
 
 
 def test_only_loopback_addresses_check_the_host(capsys, monkeypatch):
-    monkeypatch.delenv(serve.KEY_VARIABLE, raising=False)
-    assert settings().hosts == {"localhost", "127.0.0.1", "[::1]"}
-    assert settings("--host", "127.0.0.2").hosts == {"localhost", "127.0.0.1", "[::1]", "127.0.0.2"}
-    assert settings("--host", "::1").hosts == {"localhost", "127.0.0.1", "[::1]"}
+    monkeypatch.delenv(KEY_VARIABLE, raising=False)
+    assert serve.hosts_of("127.0.0.1") == {"localhost", "127.0.0.1", "[::1]"}
+    assert serve.hosts_of("127.0.0.2") == {"localhost", "127.0.0.1", "[::1]", "127.0.0.2"}
+    assert serve.hosts_of("::1") == {"localhost", "127.0.0.1", "[::1]"}
+    assert serve.hosts_of("0.0.0.0") is None
+    assert key() is None
     assert capsys.readouterr().err == ""
-    assert settings("--host", "0.0.0.0").hosts is None
+    assert key("--host", "0.0.0.0") is None
     assert "--api-key" in capsys.readouterr().err
-    assert settings("--host", "0.0.0.0", "--api-key", "k").api_key == "k"
+    assert key("--host", "0.0.0.0", "--api-key", "k") == "k"
     assert capsys.readouterr().err == ""
 
 
 def test_the_key_of_the_environment_is_used_and_must_not_be_empty(monkeypatch):
-    monkeypatch.setenv(serve.KEY_VARIABLE, "outside")
-    assert settings().api_key == "outside"
-    assert settings("--api-key", "inside").api_key == "inside"
-    monkeypatch.setenv(serve.KEY_VARIABLE, "")
+    monkeypatch.setenv(KEY_VARIABLE, "outside")
+    assert key() == "outside"
+    assert key("--api-key", "inside") == "inside"
+    monkeypatch.setenv(KEY_VARIABLE, "")
     with pytest.raises(ValueError, match="MEDUSA_API_KEY"):
-        settings()
+        key()

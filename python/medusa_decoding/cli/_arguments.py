@@ -12,17 +12,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from medusa_decoding.demo import CHECKPOINT, HEADS
-from medusa_decoding.gguf_files import SMOLLM2, check_gguf, find_gguf
 from medusa_decoding.options import ACCEPTANCES, BACKENDS, DTYPES, PROMPT_TOKENS, TURNS
+from medusa_decoding.serving.loading import base_model as base_model
+from medusa_decoding.serving.loading import find_model, heads_of
+from medusa_decoding.serving.loading import load_model as load_model
+from medusa_decoding.serving.loading import load_tokenizer as load_tokenizer
+from medusa_decoding.serving.loading import resolve_device as resolve_device
+from medusa_decoding.trees.parsing import parse_tree
 from medusa_decoding.trees.tree import Tree
 
 if TYPE_CHECKING:
     import torch
-
-    from medusa_decoding.model import MedusaModel
-
-LOOKUP = "+lookup:"
 
 
 def text(value: str) -> str:
@@ -42,19 +42,11 @@ def path(value: str) -> Path:
 
 
 def model(value: str) -> str:
-    """Parse the name of a model; a GGUF file is checked at once, because models take long to load.
-
-    `smollm2` becomes the folder of the package's heads for that model, whose file must be installed.
-    """
-    value = text(value)
-    known = HEADS.get(value) if not Path(value).exists() else None
+    """Parse the name of a model, see `serving.loading.find_model`."""
     try:
-        file = find_gguf(value if known is None else SMOLLM2)
-        if file is not None:
-            check_gguf(file)
+        return find_model(text(value))
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
-    return value if known is None else str(known)
 
 
 def at_least_one(text: str) -> int:
@@ -105,46 +97,9 @@ def counts(text: str) -> list[int]:
 
 
 def tree(text: str) -> Tree | Literal["auto"]:
-    """Parse a tree: a file, `chain:4`, `cartesian:7,6`, `root` (plain), `lookup:8`, `dynamic:16,4` (nodes, depth).
-
-    Each may end in `+lookup:8`, unless a file of that whole name exists. `auto` is returned as it is.
-    """
-    if text == "auto":
-        return "auto"
-    shape, plus, length = text.rpartition(LOOKUP)
-    if not plus or Path(text).is_file():
-        return _shape(text)
+    """Parse a tree, see `trees.parsing.parse_tree`."""
     try:
-        return _shape(shape).with_lookup(int(length))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
-
-
-def _shape(text: str) -> Tree:
-    kind, _, rest = text.partition(":")
-    try:
-        if text == "root":
-            return Tree([])
-        if kind == "lookup":
-            return Tree([]).with_lookup(int(rest))
-        if kind == "chain":
-            return Tree.chain(int(rest))
-        if kind == "cartesian":
-            return Tree.cartesian([int(width) for width in rest.split(",")])
-        if kind == "dynamic":
-            numbers = [int(number) for number in rest.split(",")]
-            if len(numbers) not in (2, 3):
-                raise ValueError("expected NODES,DEPTH or NODES,DEPTH,DRAFTS")
-            return Tree.dynamic(*numbers)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
-    if not Path(text).is_file():
-        raise argparse.ArgumentTypeError(
-            "expected a JSON file, root, chain:LENGTH, lookup:LENGTH, cartesian:WIDTH,WIDTH.., dynamic:NODES,DEPTH or "
-            f"auto, got {text!r}"
-        )
-    try:
-        return Tree.load(text)
+        return parse_tree(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
 
@@ -311,59 +266,11 @@ def torch_dtype(name: str) -> torch.dtype:
     return found
 
 
-def resolve_device(args: argparse.Namespace) -> None:
-    """Replace `--device auto` by cuda or cpu; raise `ValueError` if CUDA is requested but not available."""
-    import torch
-
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if args.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"--device: expected cpu, because torch sees no CUDA device, got {args.device}")
-
-
-def load_tokenizer(args: argparse.Namespace) -> Any:
-    """Load the tokenizer, at the same revision as the base model; raise `ValueError` if there is none."""
-    from medusa_decoding.checkpoints import find_base_revision, pretrained
-
-    base, revision = base_model(args), find_base_revision(_heads(args), base_model=args.base_model or None)
-    return pretrained.load_tokenizer(base, revision, argument="base model (--base-model names another)")
-
-
-def load_model(args: argparse.Namespace, **placed: Any) -> MedusaModel:
-    """Load the heads and their base model that the arguments of `add_model` and `add_decoding` name.
-
-    `placed` are placement arguments of transformers' `from_pretrained`; default: the requested device.
-
-    Raises:
-        ValueError: see `MedusaModel.from_pretrained`; also if the base model is unknown.
-    """
-    from medusa_decoding.model import MedusaModel
-
-    placed = placed or {"device_map": None if args.device == "cpu" else args.device}
-    return MedusaModel.from_pretrained(
-        _heads(args), base_model(args), dtype=args.dtype or "auto", tree=args.tree, backend=args.backend, **placed
-    )
-
-
 def heads_folder(args: argparse.Namespace) -> Path:
     """Return the folder of the heads; raise `ValueError` for a model without heads, before anything is loaded."""
     from medusa_decoding.checkpoints.reading import fetch_folder, is_plain, without_heads
 
-    folder = fetch_folder(_heads(args), None, "--model")
+    folder = fetch_folder(heads_of(args), None, "--model")
     if is_plain(folder):
         raise ValueError(f"--model: expected a checkpoint of Medusa heads, but {without_heads(folder)}")
     return folder
-
-
-def _heads(args: argparse.Namespace) -> str:
-    return args.model or str(CHECKPOINT / "heads")
-
-
-def base_model(args: argparse.Namespace) -> str:
-    """Return the base model of the heads that the arguments name; raise `ValueError` if none is known."""
-    from medusa_decoding.checkpoints import find_base_model
-
-    base = args.base_model or find_base_model(_heads(args))
-    if base is None:
-        raise ValueError(f"--base-model is needed (a folder or hub id), because {_heads(args)} names none")
-    return str(base)

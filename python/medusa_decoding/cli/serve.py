@@ -6,80 +6,46 @@ import argparse
 import asyncio
 import ipaddress
 import logging
-import os
 import socket
 import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from medusa_decoding.chat.template import prompt_encoder
-from medusa_decoding.checks import check_text, import_library, token_list
-from medusa_decoding.cli import _arguments, drop_output
-from medusa_decoding.serving.engine import Engine
+from medusa_decoding.cli import drop_output
+from medusa_decoding.serving.launch import ServerArguments, check_libraries, launch
 
 if TYPE_CHECKING:
     import uvicorn
 
-    from medusa_decoding.serving.http.settings import Settings
+    from medusa_decoding.serving.engine import Engine
 
 logger = logging.getLogger(__name__)
-KEY_VARIABLE = "MEDUSA_API_KEY"
 
 
 def run(args: argparse.Namespace) -> int:
     """Load the model, and serve it until Ctrl-C."""
-    for library in ("fastapi", "uvicorn", "prometheus_client", "llguidance"):
-        import_library(library, "medusa serve", extra="serve")
-    from medusa_decoding.serving.http.app import create_app
-
-    settings = settings_of(args)
-    _arguments.resolve_device(args)
+    check_libraries("medusa serve")
+    arguments = arguments_of(args)
     listener = listen(args.host, args.port)  # a port in use is an error before the model is loaded
-    with listener:
-        tokenizer = _arguments.load_tokenizer(args)
-        with _arguments.load_model(args) as model:
-            eos = token_list(model.backbone.causal_lm.generation_config.eos_token_id)
-            encoder = prompt_encoder(tokenizer, args.template, eos)
-            with Engine(model, slots=args.slots, context=args.context, queue=args.queue) as engine:
-                app = create_app(engine, encoder, settings)
-                port = listener.getsockname()[1]
-                words = ready_line(engine, settings.model, f"http://{url_host(args.host)}:{port}/")
-                server(app, args, engine, lambda: announce(words)).run(sockets=[listener])
+    with listener, launch(arguments, hosts_of(args.host)) as (app, engine):
+        words = ready_line(engine, arguments.name(), f"http://{url_host(args.host)}:{listener.getsockname()[1]}/")
+        server(app, args, engine, lambda: announce(words)).run(sockets=[listener])
     return 0
 
 
-def settings_of(args: argparse.Namespace) -> Settings:
-    """Return the server's settings; raise `ValueError` for an empty key or name."""
-    from medusa_decoding.serving.http.settings import Settings
-
-    key = os.environ.get(KEY_VARIABLE) if args.api_key is None else args.api_key
-    source = KEY_VARIABLE if args.api_key is None else "--api-key"
-    if key is not None:
-        check_text(source, key)
-        if not key.strip() or key != key.strip():
-            raise ValueError(f"{source}: expected a key without white space around it, got an empty or padded one")
-    local = is_loopback(args.host)
-    if key is None and not local:
+def arguments_of(args: argparse.Namespace) -> ServerArguments:
+    """Return the checked arguments of the server, and warn if everyone may use it."""
+    arguments = ServerArguments.check({name: getattr(args, name) for name in ServerArguments.model_fields})
+    if arguments.key() is None and not is_loopback(args.host):
         print(f"medusa: --host {args.host}: everyone who reaches it can use it (--api-key sets a key)", file=sys.stderr)
-    return Settings(
-        model=args.served_model_name or default_name(args.model),
-        api_key=key,
-        max_new_tokens=args.max_new_tokens,
-        temperature=args.temperature,
-        request_timeout=args.request_timeout,
-        hosts=frozenset({"localhost", "127.0.0.1", "[::1]", url_host(args.host)}) if local else None,
-        allow_origin=args.allow_origin,
-    )
+    return arguments
 
 
-def default_name(heads: str | None) -> str:
-    """Return the name of the served model: of a path its last part, of a hub id all of it."""
-    if heads is None:
-        return "demo"
-    return Path(heads).resolve().name.removesuffix(".gguf") if Path(heads).exists() else heads
+def hosts_of(host: str) -> frozenset[str] | None:
+    """Return the Host headers that are served: only this machine's names if it listens on this machine alone."""
+    return frozenset({"localhost", "127.0.0.1", "[::1]", url_host(host)}) if is_loopback(host) else None
 
 
 def is_loopback(host: str) -> bool:
