@@ -25,6 +25,8 @@ OPTIONAL = {"bitsandbytes", "datasets", "matplotlib", "peft", "tensorboard"}
 
 SERVING = {"fastapi", "llguidance", "prometheus-client", "starlette", "uvicorn"}
 """Libraries of `medusa serve`."""
+RAY = {"ray"}
+"""Libraries of servers and files of prompts over a cluster."""
 
 
 def imported_modules(source: str) -> Iterator[str]:
@@ -70,7 +72,7 @@ def names(requirements: list[str]) -> set[str]:
 
 
 def test_every_import_is_declared_and_every_declaration_imported(imported: set[str], project: dict[str, Any]) -> None:
-    assert imported - OPTIONAL - SERVING == names(project["dependencies"])
+    assert imported - OPTIONAL - SERVING - RAY == names(project["dependencies"])
 
 
 def test_optional_libraries_are_those_of_training(imported: set[str], project: dict[str, Any]) -> None:
@@ -80,7 +82,8 @@ def test_optional_libraries_are_those_of_training(imported: set[str], project: d
 
 def test_optional_libraries_of_the_server(imported: set[str], project: dict[str, Any]) -> None:
     assert imported & SERVING == SERVING == names(project["optional-dependencies"]["serve"])
+    assert imported & RAY == RAY == names(project["optional-dependencies"]["ray"])
 
 
 def test_development_has_the_optional_libraries(project: dict[str, Any]) -> None:
-    assert names(project["optional-dependencies"]["dev"]) >= OPTIONAL | SERVING | {"gguf"}
+    assert names(project["optional-dependencies"]["dev"]) >= OPTIONAL | SERVING | RAY | {"gguf"}

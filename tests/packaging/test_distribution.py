@@ -69,7 +69,7 @@ def test_declared_requirements(distribution: importlib.metadata.Distribution) ->
 
 
 def test_extras_and_command(distribution: importlib.metadata.Distribution) -> None:
-    extras = {"train", "gguf", "serve", "flash-attn", "bench", "docs", "dev"}
+    extras = {"train", "gguf", "ray", "serve", "flash-attn", "bench", "docs", "dev"}
     assert extras == set(distribution.metadata.get_all("Provides-Extra") or [])
     (command,) = [entry for entry in distribution.entry_points if entry.group == "console_scripts"]
     assert (command.name, command.value) == ("medusa", "medusa_decoding.cli:main")

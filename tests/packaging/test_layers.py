@@ -27,6 +27,7 @@ huggingface chat demo
 serving
 serving.http
 serving.launch
+serving.ray
 training.config_schema
 training.config
 training.data

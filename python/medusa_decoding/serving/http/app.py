@@ -76,6 +76,7 @@ def create_app(engine: Engine, encoder: PromptEncoder, settings: Settings | None
     settings = settings or Settings()
     app = FastAPI(title="medusa serve", docs_url=None, redoc_url=None)
     server = Server(engine, encoder, settings)
+    app.state.metrics = server.metrics
     app.include_router(server.routes())
     install(app, lambda request, error: server.metrics.count(request.url.path, outcome(error.status)))
     app.add_middleware(Guard, settings=settings)
