@@ -20,6 +20,7 @@
 #   make test-transformers  transformers' documented examples, and a checkout's own tests, with heads  (TRANSFORMERS_SOURCE=DIR)
 #   make test-lowest     tests with the lowest transformers we declare
 #   make test-clients    clients of other projects against our server, in .venv-clients   (LOAD= leaves out what needs torch)
+#   make test-vllm bench-vllm  the plugin in vLLM on a CPU, in .venv-vllm: tests; tokens per second with and without heads
 #   make newcomer        the way in, from a clone to own heads used in Python: each command's time
 #   make wheel-test      sdist -> wheel -> a fresh environment away from the checkout
 #   make no-nvcc         what an install says and does without nvcc
@@ -60,6 +61,7 @@ demo: $(READY)
 
 include recipes/recipes.mk  # train-demo demo-model smollm2-heads
 include benchmarks/gpu.mk  # gpu and its stages, gpu-tune
+include integrations/vllm/vllm.mk  # test-vllm bench-vllm
 
 test: $(EDITABLE)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(JOBS) --dist worksteal -m "not slow" $(PYTEST_ARGS) $(TESTS)
@@ -187,7 +189,7 @@ no-nvcc: $(TORCH_STAMP)
 	.ci/no-nvcc $(BIN)/python
 
 clean:
-	rm -rf build dist *.egg-info .venv .venv-lowest .venv-clients medusa_kernels/_lib
+	rm -rf build dist *.egg-info .venv .venv-lowest .venv-clients $(VLLM_VENV) medusa_kernels/_lib
 
 $(TORCH_STAMP):
 	$(PYTHON) -m venv $(VENV)

@@ -10,14 +10,15 @@ ACCEPTANCES = ("lossless", "typical")
 DTYPES = ("float32", "bfloat16", "float16")
 """Names of the dtypes of weights."""
 VLLM_VERSIONS = "0.28 to 0.32"
-"""Versions of vLLM that read Medusa heads."""
+"""Versions of vLLM that read Medusa heads themselves."""
+VLLM_LATER = "0.33 and later need the plugin medusa-vllm, which reads heads as they are"
 TARGETS = {
     "native": "what this package writes itself; holds every kind of heads; not for vLLM",
     "hub": "for a repository on the hub: native, with a model card and code for transformers' generate",
     "embedded": "the base model with the heads in it, one folder; holds every kind of heads; not for vLLM",
     "original-v1": "the original project's: one projection per head (a shared lm_head is copied); not for vLLM",
     "original-v2": "the original project's: residual blocks alone, lm_head shared; not for vLLM",
-    "vllm": f"for vLLM {VLLM_VERSIONS} (0.33 has no Medusa any more)",
+    "vllm": f"for vLLM {VLLM_VERSIONS}, whose Medusa reads it; {VLLM_LATER}",
 }
 """Formats of `checkpoints.export`, with a description."""
 SLOTS = 8

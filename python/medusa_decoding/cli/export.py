@@ -7,7 +7,7 @@ import json
 
 from medusa_decoding.checkpoints import export, hub
 from medusa_decoding.cli._arguments import torch_dtype
-from medusa_decoding.options import VLLM_VERSIONS
+from medusa_decoding.options import VLLM_LATER, VLLM_VERSIONS
 
 
 def run(args: argparse.Namespace) -> int:
@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     for note in done.notes:
         print(f"note: {note}")
     if done.launch is not None:
-        print(f"vLLM {VLLM_VERSIONS} (0.33 has no Medusa any more) serves it with:\n    {done.launch}")
+        print(f"vLLM {VLLM_VERSIONS} serves it with:\n    {done.launch}\nvLLM {VLLM_LATER} (integrations/vllm)")
     if args.push:
         kind = "private" if args.private else "public if it is new"
         print(f"{'uploaded' if args.yes else 'would upload'} to {args.push} ({kind}), in one commit:")
