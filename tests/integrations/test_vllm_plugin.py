@@ -113,13 +113,13 @@ def test_drafts_are_the_chain_of_the_library(runner, served, kind, monkeypatch):
 
 
 def test_each_request_is_drafted_for_from_its_last_accepted_position(runner, served):
-    drafter = MedusaProposer(served.model())
+    drafter = MedusaProposer(served.model("own, trimmed, root and parent"))
     drafter.load_model(Target())
     states = torch.randn(9, H)
     # Requests: all 3 draft tokens accepted; still in its prompt; 1 of 2 accepted; no draft tokens.
     sampled, counts, rows = [[5, 6, 7, 8], [], [9, 10], [11]], [3, 0, 2, 0], [3, 6, 8]
     chain = drafter.chain(states[rows], torch.tensor([8, 10, 11])).tolist()
-    assert len({tuple(one) for one in drafter.chain(states, torch.zeros(9, dtype=torch.int64)).tolist()}) == 9
+    assert len({tuple(one) for one in drafter.chain(states, torch.zeros(9, dtype=torch.int64)).tolist()}) > 6
     assert drafts(runner(drafter), sampled, states, counts) == [chain[0], [], chain[1], chain[2]]
     shorter = [[chain[0][0]], [], [chain[1][0]], [chain[2][0]]]
     assert drafts(runner(drafter), sampled, states, counts, length=1) == shorter
