@@ -10,7 +10,7 @@ test-vllm: $(VLLM_VENV)/.installed
 
 # BENCH_ARGS="--requests 8"
 bench-vllm: $(VLLM_VENV)/.installed
-	$(VLLM_VENV)/bin/python -m benchmarks.bench_vllm $(BENCH_ARGS)
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m benchmarks.bench_vllm $(BENCH_ARGS)
 
 $(VLLM_VENV)/.installed: $(EDITABLE) integrations/vllm/pyproject.toml
 	$(PYTHON) -m venv $(VLLM_VENV)
