@@ -19,11 +19,11 @@ import tempfile
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from benchmarks import bench_step, harness
 from medusa_decoding.backbone.tensor_parallel import joined
+from medusa_decoding.checkpoints import pretrained
 from medusa_decoding.decode.runtime.steps import Backend
 from medusa_decoding.demo import CHECKPOINT
 from medusa_decoding.model import MedusaModel, MedusaOutput, default_tree
@@ -37,7 +37,7 @@ PREFIX = 1024
 
 def check_texts(device: torch.device, backends: tuple[Backend, ...]) -> None:
     """Compare the demo model's texts over all processes with those of one process."""
-    ids = AutoTokenizer.from_pretrained(CHECKPOINT / "base")(PROMPT, return_tensors="pt").input_ids.to(device)
+    ids = pretrained.load_tokenizer(CHECKPOINT / "base")(PROMPT, return_tensors="pt").input_ids.to(device)
 
     def texts(backend: Backend, **placed: Any) -> list[list[int]]:
         with MedusaModel.from_pretrained(
@@ -60,7 +60,7 @@ def check_texts(device: torch.device, backends: tuple[Backend, ...]) -> None:
 def time_steps(folder: str, device: torch.device, backends: tuple[Backend, ...], rounds: int) -> dict[str, float]:
     """Return the median microseconds of a step by backend and kind of tree, as this process sees them."""
     placed = DistributedConfig(tp_plan="auto")
-    base = AutoModelForCausalLM.from_pretrained(folder, distributed_config=placed, dtype="auto").eval()
+    base = pretrained.load_model(folder, distributed_config=placed, dtype="auto")
     torch.manual_seed(0)  # the same heads and prompt in all processes
     heads = bench_step.random_heads(base, "full bf16")
     ids = torch.randint(base.config.vocab_size, (1, PREFIX if device.type == "cuda" else 16)).to(device)

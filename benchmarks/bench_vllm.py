@@ -18,9 +18,8 @@ import os
 import textwrap
 from typing import Any
 
-from transformers import AutoTokenizer
-
 from benchmarks import harness
+from medusa_decoding.checkpoints import pretrained
 from medusa_decoding.demo import CHECKPOINT
 from recipes.demo.requests import draw, encoded
 
@@ -35,7 +34,7 @@ MODULES = (argparse, inspect, textwrap)
 
 def prompts(count: int, base: str) -> dict[str, list[list[int]]]:
     """Return `count` prompts of each kind, as token ids."""
-    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer = pretrained.load_tokenizer(base)
     asked = [ids[0].tolist() for ids in encoded(tokenizer, draw(count, seed=13, held_out=True))]
     functions = [value for module in MODULES for value in vars(module).values() if inspect.isfunction(value)]
     sources = [inspect.getsource(function)[:300] for function in functions[:count]]
