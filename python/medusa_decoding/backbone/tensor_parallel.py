@@ -13,6 +13,7 @@ import hashlib
 import os
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -243,6 +244,12 @@ def joined(device: str) -> Iterator[int]:
     torch.distributed.init_process_group("nccl" if on_gpu else "gloo", device_id=own)
     try:
         yield torch.distributed.get_rank()
+    except BaseException as error:
+        link: BaseException | None = error
+        while link is not None:
+            traceback.clear_frames(link.__traceback__)  # they may hold graphs, for which `leave` would wait
+            link = link.__cause__ or link.__context__
+        raise
     finally:
         leave()
 

@@ -79,24 +79,18 @@ class Answers:
     Args:
         model: see `Engine`.
         slots: prompts that run at once. As many again wait, so that no slot is empty.
-        context: the most tokens of a prompt and its answer, None for the engine's default; memory is taken for `slots`
-            of that length.
+        context: the most tokens of a prompt and its answer; memory is taken for `slots` of that length.
         states: collect the hidden states of the answers, of a model without heads.
         settings: of every prompt, as `Engine.submit` takes them.
-
-    Attributes:
-        context: see above, as a number.
 
     Raises:
         ValueError, MemoryError: as `Engine`.
     """
 
-    def __init__(
-        self, model: MedusaModel, slots: int, context: int | None, states: bool = False, **settings: Any
-    ) -> None:
+    def __init__(self, model: MedusaModel, slots: int, context: int, states: bool = False, **settings: Any) -> None:
         # A row leaves its slot a moment after its last delta: the queue has room for that.
         self._engine = Engine(model, slots=slots, context=context, queue=2 * slots, states=states)
-        self.context, self._most = self._engine.context, 2 * slots
+        self._most = 2 * slots
         self._settings, self._running = settings, 0
         self._delivered: queue.SimpleQueue[tuple[Answer, Delta]] = queue.SimpleQueue()
 

@@ -129,7 +129,8 @@ class CapturedStep:
             selector = host_selection = HostSelection(selector, next_tokens)
             if isinstance(step, CompiledStep):
                 step = step.step  # compiled code is one piece
-        before = state.snapshot()
+        with self.backbone.peers.together():
+            before = state.snapshot()
         if not self._alive:  # a pool whose graphs are all gone cannot be captured into again
             self._pool = torch.cuda.graph_pool_handle()
         side = torch.cuda.Stream()

@@ -94,18 +94,13 @@ class StatePool:
                     self._prepare(state, tables)
                     return state
         self._free_memory(sizes, rows)
-        tables = self.backbone.rope(sizes.prompt_lengths, shape[4])
-        heads = self.backbone.config.num_attention_heads
         try:
-            with self.backbone.peers.together():
-                cache = TreeCache.allocate(shape=shape, rope=tables, heads=heads)
+            return self._new(sizes, shape)
         except MemoryError:
             if not self._idle:
                 raise
             self._idle.clear()
-            with self.backbone.peers.together():
-                cache = TreeCache.allocate(shape=shape, rope=tables, heads=heads)
-        return self._allocate(cache, sizes.budget)
+            return self._new(sizes, shape)
 
     def enlarge(self, state: DecodeState, sizes: Sizes, rows: int) -> tuple[DecodeState, int]:
         """Turn a state that was held after its generation into one for another that begins with the same text.
@@ -152,7 +147,8 @@ class StatePool:
         tables = self.backbone.rope(lengths, cache.capacity)
         cached = min(cached, reusable_rows(cache.tables, tables))
         if width > state.output.shape[1]:
-            state = self._allocate(cache, sizes.budget)
+            with self.backbone.peers.together():
+                state = self._allocate(cache, sizes.budget)
         self._prepare(state, tables)
         return state, cached
 
@@ -179,8 +175,9 @@ class StatePool:
 
     def kept(self, steps: list[object]) -> list[object]:
         """Describe the idle states, oldest first, with the keys of the graphs captured over them, by value."""
+        places = {id(step): place for place, step in enumerate(steps)}
         return [
-            (*state.cache.kv.shape, *state.output.shape, [(steps.index(key[0]), *key[1:]) for key in state.captured])
+            (*state.cache.kv.shape, *state.output.shape, [(places.get(id(key[0])), *key[1:]) for key in state.captured])
             for state in self._idle
         ]
 
@@ -188,6 +185,12 @@ class StatePool:
         """Return the bytes left on the device; of several processes, in the one with the least, so that they agree."""
         free = available(self.backbone.device)
         return None if free is None else self.backbone.peers.least(free)[0]
+
+    def _new(self, sizes: Sizes, shape: tuple[int, ...]) -> DecodeState:
+        heads = self.backbone.config.num_attention_heads
+        with self.backbone.peers.together():
+            tables = self.backbone.rope(sizes.prompt_lengths, shape[4])
+            return self._allocate(TreeCache.allocate(shape=shape, rope=tables, heads=heads), sizes.budget)
 
     def _allocate(self, cache: TreeCache, budget: int) -> DecodeState:
         state = DecodeState.allocate(cache, self.backbone.config.hidden_size, budget)

@@ -88,8 +88,8 @@ class Steps:
             for key in [key for key in self._made if key[1] == stale]:
                 self._drop(key)
         self.pool.keep = KEPT_STATES if self._captures(backend) else 0
-        # If one process replayed what another captures, both would wait for ever.
-        if backend == "graph" and peers.size > 1 and not peers.same(self._kept()):
+        # If one process replayed what another captures, or took up a state that another lacks, all would wait for ever.
+        if peers.size > 1 and not peers.same(self._kept()):
             self.clear()
         met: dict[int, tuple[Tree, Step]] = {}  # by id: a tree's hash takes as long as some steps
 
