@@ -11,7 +11,7 @@ from huggingface_hub import CommitOperationDelete, HfApi, ModelCard
 from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
 from medusa_decoding import MedusaHeads
-from medusa_decoding.checkpoints import export, hub, read_heads, write_heads
+from medusa_decoding.checkpoints import export, read_heads, write_heads
 from medusa_decoding.cli import main
 
 CARD = "---\ntags: [medusa, mine]\nlicense: mit\n---\n# Mine\n\n63 % of it.\n"
@@ -31,9 +31,9 @@ def test_a_card_states_what_is_known_and_keeps_what_was_there(heads: Path, tmp_p
     card = ModelCard((done.folder / "README.md").read_text())
     assert (card.data.base_model, card.data.library_name, card.data.license) == ("someone/base", "medusa-kernels", None)
     assert done.notes == ["README.md names no license (--license)"]
-    assert "| | top-1 | top-2 |\n|---|---|---|\n| head 1 | 50.0 | 75.0 |\n| head 2 | 12.5 | 12.5 |\n\n##" in card.text
+    assert "| | top-1 | top-2 |\n|---|---|---|\n| head 1 | 50.0 | 75.0 |\n| head 2 | 12.5 | 12.5 |\n\n<!--" in card.text
     assert 'from_pretrained("someone/base", revision="v2")' in card.text
-    (heads / "README.md").write_text(CARD)
+    (heads / "README.md").write_text(f"{CARD}\n## How to use these heads\n\nLike this.\n\n# Limits\n\nMany.\n")
     export(heads, tmp_path / "once", "hub", repo_id="me/once")
     # An exported folder is exported and overwritten again.
     for _ in range(2):
@@ -41,8 +41,10 @@ def test_a_card_states_what_is_known_and_keeps_what_was_there(heads: Path, tmp_p
     card = ModelCard((done.folder / "README.md").read_text())
     assert card.data.tags == ["medusa", "mine", "speculative-decoding", "custom_generate"]
     assert card.data.license == "mit"
-    assert card.text.startswith("# Mine\n\n63 % of it.\n\n## How to use these heads\n")
-    assert (card.text.count("## How to use"), card.text.count('custom_generate="me/twice"')) == (1, 1)
+    assert card.text.startswith(
+        "# Mine\n\n63 % of it.\n\n## How to use these heads\n\nLike this.\n\n# Limits\n\nMany.\n"
+    )
+    assert (card.text.count("## How to use"), card.text.count('custom_generate="me/twice"')) == (2, 1)
     assert "me/once" not in card.text
     assert read_heads(done.folder).base_revision == "v2"
     with pytest.raises(ValueError, match=r"^base_model: expected a repository on the hub, OWNER/NAME, got"):
@@ -56,7 +58,7 @@ def test_a_card_states_what_is_known_and_keeps_what_was_there(heads: Path, tmp_p
 @pytest.fixture
 def api(monkeypatch: pytest.MonkeyPatch) -> Any:
     """What the hub is asked: `private` is of the repository there, None without one; `status` refuses a commit."""
-    seen = SimpleNamespace(private=None, status=None, created=[], commits=[])
+    seen = SimpleNamespace(private=None, status=None, created=[], commits=[], more=[])
 
     def answer(status: int) -> Any:
         return SimpleNamespace(status_code=status, headers={}, request=None)
@@ -64,7 +66,7 @@ def api(monkeypatch: pytest.MonkeyPatch) -> Any:
     def model_info(api: HfApi, name: str) -> Any:
         if seen.private is None:
             raise RepositoryNotFoundError("none", response=answer(404))
-        names = ["medusa_tree_sampling.json", "model.safetensors", "README.md"]
+        names = ["medusa_tree_sampling.json", "medusa_notes.md", "medusa_lm_head.pt/a", "README.md", *seen.more]
         return SimpleNamespace(private=seen.private, siblings=[SimpleNamespace(rfilename=name) for name in names])
 
     def create_commit(api: HfApi, name: str, changes: Any, commit_message: str) -> Any:
@@ -89,11 +91,15 @@ def test_an_upload_is_shown_first_and_is_one_commit(api: Any, argv: list[str], t
     shown = capsys.readouterr().out.partition("would upload to me/heads (public if it is new), in one commit:\n")[2]
     lines = shown.splitlines()
     assert [line.split()[1] for line in lines[:-1]] == FILES
-    assert lines[-1] == "nothing was uploaded: add --overwrite --yes to upload"
+    assert lines[-1] == "nothing was uploaded: look at the folder, then add --yes to upload it"
     assert (api.created, api.commits) == ([], [])
+    card = tmp_path / "out" / "README.md"
+    card.write_text(card.read_text() + "Mine.\n")
     (tmp_path / "out" / "calibration.json").write_text('{"texts": "private"}')
     api.private = True
-    assert hub.push(tmp_path / "out", "me/heads", private=True) == "https://hub/me/heads/commit/1"
+    assert main([*argv, "--private", "--yes"]) == 0
+    assert capsys.readouterr().out.endswith("https://hub/me/heads/commit/1\n")
+    assert card.read_text().endswith("Mine.\n")
     assert api.created == [("me/heads", True)]
     # A tree of older heads is deleted; what else is there stays.
     assert api.commits == [[(True, "medusa_tree_sampling.json"), *((False, name) for name in FILES)]]
@@ -107,8 +113,11 @@ def test_what_may_not_be_uploaded_is_not(api: Any, argv: list[str], tmp_path: Pa
     api.private = False
     assert main([*argv, "--private", "--yes"]) == 2
     assert "private: expected a private or new repository, got me/heads, which is public" in capsys.readouterr().err
+    api.more = ["model-00001-of-00002.safetensors"]
+    assert main([*argv, "--yes"]) == 2
+    assert "repo_id: expected a repository of heads alone, or a new one, got me/heads" in capsys.readouterr().err
     assert api.created == []
-    api.status = 401
+    api.status, api.more = 401, []
     assert main([*argv, "--overwrite", "--yes"]) == 2
     assert "me/heads: the upload failed: log in with `hf auth login`, or set HF_TOKEN" in capsys.readouterr().err
     assert api.commits == []

@@ -134,7 +134,7 @@ def export(
         raise ValueError(f"file: expected pt or safetensors, got {file!r}")
     out = Path(folder).expanduser().resolve()
     # The base model may be in the heads' own repository.
-    files = [*HUB_FILES, *_CARRIED, *_TOKENIZER, *(_BASE_FILES if format == "embedded" else [])]
+    files = [*HUB_FILES, *_CARRIED, *_TOKENIZER, *_TERMS, *(_BASE_FILES if format == "embedded" else [])]
     source = fetch_folder(path_or_hub_id, revision, files=files)
     _check_place(out, source, overwrite)
     stated, stated_revision = stated_base_model(source)
@@ -199,6 +199,8 @@ def export(
         # Last: a base model's folder may also have files of these names.
         notes += _carry(source, staging, was, now)
         if format == "hub":
+            for terms in (file for kind in _TERMS for file in source.glob(kind)):
+                shutil.copyfile(own_file(terms), staging / terms.name)
             notes += hub.complete(staging, heads, base, base_revision, license, repo_id)
     launch = None
     if format == "vllm":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.resources
 import re
-from fnmatch import fnmatchcase
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,13 @@ from medusa_decoding.heads import MedusaHeads
 
 CARD, CODE = "README.md", "custom_generate"
 CODE_FILES = ("generate.py", "requirements.txt")
+_WEIGHTS = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 # Not what is measured on one's own prompts and device: calibrations have texts.
-_HEADS = ("medusa_*", MEASURED, "accuracy.png")
+_HEADS = (*_WEIGHTS, "medusa_tree.json", "medusa_tree_sampling.json", MEASURED, "accuracy.png")
 _UPLOADED = (
     CARD, "config.json", *_HEADS, "LICENSE*", "NOTICE*", "USE_POLICY*", *(f"{CODE}/{name}" for name in CODE_FILES),
 )  # fmt: skip
-_USE = re.compile(r"\n## How to use these heads\n.*?(?=\n## |\Z)", re.DOTALL)
+_USE = re.compile("<!-- medusa export -->.*?<!-- end of medusa export -->", re.DOTALL)
 
 
 def complete(
@@ -92,7 +92,7 @@ def files_to_push(folder: str | Path) -> dict[str, int]:
     folder = Path(folder)
     files = sorted(file for pattern in _UPLOADED for file in folder.glob(pattern) if file.is_file())
     found = {file.relative_to(folder).as_posix(): own_file(file).stat().st_size for file in files}
-    if not any(name.startswith("medusa_lm_head.") for name in found):
+    if not any(name in found for name in _WEIGHTS):
         raise ValueError(f"folder: expected one with Medusa heads, got {folder}")
     return found
 
@@ -110,7 +110,8 @@ def push(folder: str | Path, repo_id: str, *, private: bool = False, token: str 
         token: of the hub; None for the one of `hf auth login` or HF_TOKEN.
 
     Raises:
-        ValueError: a folder without heads, another form of `repo_id`, or a public repository although `private`.
+        ValueError: a folder without heads, another form of `repo_id`, a public repository although `private`, or a
+            repository that holds a model, whose config the upload would replace.
         OSError: this token has no access, or the hub cannot be reached. No file has been committed then, but an empty
             repository may have been created.
     """
@@ -125,7 +126,11 @@ def push(folder: str | Path, repo_id: str, *, private: bool = False, token: str 
         if private and found is not None and not found.private:
             raise ValueError(f"private: expected a private or new repository, got {repo_id}, which is public")
         there = [] if found is None else [file.rfilename for file in found.siblings or []]
-        old = [name for name in there if name not in files and any(fnmatchcase(name, kind) for kind in _HEADS)]
+        if models := [name for name in there if name.startswith(("model", "pytorch_model"))]:
+            raise ValueError(
+                f"repo_id: expected a repository of heads alone, or a new one, got {repo_id} with {models[0]}"
+            )
+        old = [name for name in there if name in _HEADS and name not in files]
         api.create_repo(repo_id, private=private, exist_ok=True)
         # `upload_folder` makes several commits of a large folder.
         changes: list[Any] = [CommitOperationDelete(name) for name in old]

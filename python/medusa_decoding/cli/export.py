@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import Any
 
 from medusa_decoding.checkpoints import export, hub
 from medusa_decoding.cli._arguments import torch_dtype
@@ -18,6 +19,13 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError("--private and --yes need --push OWNER/NAME")
     if args.push is not None:
         hub.check_repository("--push", args.push)
+        if args.yes and args.out.exists() and not args.overwrite:  # as it was looked at, with what was changed in it
+            files = hub.files_to_push(args.out)
+            if f"{hub.CODE}/generate.py" not in files:
+                raise ValueError(f"--out: expected a folder written with --format hub, got {args.out}")
+            pushed = _pushed(args, files, hub.push(args.out, args.push, private=args.private))
+            print(json.dumps({"folder": str(args.out), "push": pushed}) if args.json else _shown(pushed))
+            return 0
     done = export(
         args.model,
         args.out,
@@ -33,8 +41,8 @@ def run(args: argparse.Namespace) -> int:
         repo_id=args.push,
     )
     size = sum(file.stat().st_size for file in done.folder.rglob("*") if file.is_file())
-    files = hub.files_to_push(done.folder) if args.push else {}
     url = hub.push(done.folder, args.push, private=args.private) if args.yes else None
+    pushed = _pushed(args, hub.files_to_push(done.folder), url) if args.push else {}
     if args.json:
         figures = {
             "folder": str(done.folder),
@@ -46,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         if done.format == "vllm":
             figures |= {"vllm": VLLM_VERSIONS, "launch": done.launch}
         if args.push:
-            figures["push"] = {"repository": args.push, "private": args.private, "files": files, "commit": url}
+            figures["push"] = pushed
         print(json.dumps(figures))
         return 0
     print(f"{done.heads.extra_repr()}\nas {done.format} in {done.folder} ({size / 1e6:.1f} MB)")
@@ -55,9 +63,16 @@ def run(args: argparse.Namespace) -> int:
     if done.launch is not None:
         print(f"vLLM {VLLM_VERSIONS} serves it with:\n    {done.launch}\nvLLM {VLLM_LATER} (integrations/vllm)")
     if args.push:
-        kind = "private" if args.private else "public if it is new"
-        print(f"{'uploaded' if args.yes else 'would upload'} to {args.push} ({kind}), in one commit:")
-        for name, length in files.items():
-            print(f"    {length:>12,}  {name}")
-        print(url or "nothing was uploaded: add --overwrite --yes to upload")
+        print(_shown(pushed))
     return 0
+
+
+def _pushed(args: argparse.Namespace, files: dict[str, int], url: str | None) -> dict[str, Any]:
+    return {"repository": args.push, "private": args.private, "files": files, "commit": url}
+
+
+def _shown(pushed: dict[str, Any]) -> str:
+    done, kind = pushed["commit"], "private" if pushed["private"] else "public if it is new"
+    lines = [f"{'uploaded' if done else 'would upload'} to {pushed['repository']} ({kind}), in one commit:"]
+    lines += [f"    {length:>12,}  {name}" for name, length in pushed["files"].items()]
+    return "\n".join([*lines, done or "nothing was uploaded: look at the folder, then add --yes to upload it"])

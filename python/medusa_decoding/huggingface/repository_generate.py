@@ -6,7 +6,6 @@
 arguments of `generate` and of medusa-kernels' `medusa_generate` (such as `tree=`) are passed on.
 """
 
-import functools
 import inspect
 import os
 from typing import Any
@@ -20,8 +19,7 @@ except ImportError as error:
 
 # Arguments of `generate` that transformers has fetched this file with: the heads come from the same place.
 _HUB = ("cache_dir", "force_download", "local_files_only", "revision", "token")
-_FILES = ("config.json", "measured.json", "medusa_*")
-_fetch = functools.lru_cache(maxsize=4)(snapshot_download)
+_FILES = ["config.json", "measured.json", "medusa_*"]
 
 
 def generate(model: Any, heads: Any = None, **arguments: Any) -> Any:
@@ -29,7 +27,7 @@ def generate(model: Any, heads: Any = None, **arguments: Any) -> Any:
     hub = {name: arguments.pop(name) for name in _HUB if name in arguments}
     heads = _repository() if heads is None else heads
     if isinstance(heads, str) and not os.path.isdir(heads):
-        heads = _fetch(heads, allow_patterns=_FILES, ignore_patterns="*/*", **hub)
+        heads = snapshot_download(heads, allow_patterns=_FILES, ignore_patterns="*/*", **hub)
     # The class's function, because a model may have this one as an attribute of the same name.
     return type(model).generate(model, custom_generate=medusa_generate, heads=heads, **arguments)
 

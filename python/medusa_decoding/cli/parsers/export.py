@@ -15,7 +15,8 @@ For vLLM 0.28 to 0.32, the command that serves the result is printed. Later vers
 plugin in integrations/vllm reads heads without an export, of any kind. vLLM also loads native and original folders, but
 silently ignores the biases of the heads, so that few or none of their draft tokens are accepted.
 
-`--push` prints what it would upload to the hub, and uploads only with `--yes`. The formats:
+`--push` prints what it would upload to the hub, and uploads only with `--yes`: the folder `--out` as it is if it is
+there, unless `--overwrite` writes it again. The formats:
 
 """
 
