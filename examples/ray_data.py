@@ -10,6 +10,7 @@ same command continues a run that was stopped. OUT is on storage that all nodes 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -51,16 +52,21 @@ class Generate:
         _arguments.resolve_device(args)
         self.args, self.encoder = args, _batch.load_encoder(args)
         self.model = _arguments.load_model(args)
-        common = _batch.Batch(args, self.model, self.encoder, {}, {}).common
-        self.answers = Answers(self.model, args.slots or SLOTS, None, **common).__enter__()
+        self.context, self.open = 0, contextlib.ExitStack()
 
     def lines(self, prompts: Mapping[int, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
         """Yield the index of each prompt and its line."""
         ids = {n: self.encoder.encode(prompt.messages, tools=prompt.tools) for n, prompt in prompts.items()}
-        room = self.answers.context - self.args.max_new_tokens
+        limit = self.model.backbone.context_limit
+        room = limit - self.args.max_new_tokens
         for number in [number for number, tokens in ids.items() if not 1 <= len(tokens) <= room]:
             yield number, {"index": number, "error": f"expected 1 to {room} tokens, got {len(ids.pop(number))}"}
         batch = _batch.Batch(self.args, self.model, self.encoder, prompts, ids)
+        if batch.context > self.context:  # the first block, or one with longer prompts
+            self.open.close()
+            self.context = min(limit, 1 << (batch.context - 1).bit_length())
+            answers = Answers(self.model, self.args.slots or SLOTS, self.context, **batch.common)
+            self.answers = self.open.enter_context(answers)
         for answer in batch.each(self.answers, ids):
             yield answer.asked, batch.line(answer)
 
@@ -135,7 +141,7 @@ def read(args: argparse.Namespace, name: str) -> tuple[dict[Any, Any], Any, Any]
     if args.command == "generate" and args.prompts is not None and args.out is None:
         sources: Sequence[SourceConfig] = [SourceConfig(path) for path in args.prompts]
         records: Sequence[Any] = read_prompts(args.prompts, turns=1)
-        _batch.check_chat(args, records)
+        _batch.check(args, records)
         told = {"prompts", "slots", "device", "backend", "json", "metrics", "resume"}
         kind, asked = (Generate, args), {key: repr(one) for key, one in vars(args).items() if key not in told}
     elif args.command == "distill":

@@ -162,9 +162,13 @@ class Batch:
 
 def run(args: argparse.Namespace) -> int:
     """Read, load, generate, print the figures."""
-    _check(args)
+    if args.out is None:
+        raise ValueError("--prompts needs --out")
+    check_writable("--out", args.out)
+    if not args.resume:
+        check_new(args.out, "--out")
     prompts = read_prompts(args.prompts, turns=1)
-    check_chat(args, prompts)
+    check(args, prompts)
     _arguments.resolve_device(args)
     encoder = load_encoder(args)
     ids = [encoder.encode(prompt.messages, tools=prompt.tools) for prompt in prompts]
@@ -182,8 +186,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def check_chat(args: argparse.Namespace, prompts: Iterable[Prompt]) -> None:
-    """Raise `ValueError` for a prompt that needs a chat template, if `--chat` is not given."""
+def check(args: argparse.Namespace, prompts: Iterable[Prompt]) -> None:
+    """Raise `ValueError` for options that do not go together, or a prompt that needs `--chat` without it."""
+    for name, given in (("--tensor-parallel", args.tensor_parallel), ("--metrics", args.metrics)):
+        if given:
+            raise ValueError(f"{name}: expected it without --prompts, got both")
+    if args.template is not None and not args.chat:
+        raise ValueError("--template needs --chat")
+    if not all(args.stop or ()):
+        raise ValueError("--stop: give some text")
     for prompt in prompts:
         if (prompt.system is not None or prompt.tools) and not args.chat:
             what = "tools" if prompt.system is None else "a system message"
@@ -194,19 +205,6 @@ def load_encoder(args: argparse.Namespace) -> PromptEncoder:
     """Load what encodes prompts: with `--chat` the chat template."""
     tokenizer = _arguments.load_tokenizer(args)
     return ChatTemplate(tokenizer, args.template) if args.chat else PromptEncoder(tokenizer)
-
-
-def _check(args: argparse.Namespace) -> None:
-    for name, given in (("--tensor-parallel", args.tensor_parallel), ("--metrics", args.metrics)):
-        if given:
-            raise ValueError(f"{name}: expected it without --prompts, got both")
-    if args.out is None:
-        raise ValueError("--prompts needs --out")
-    if not all(args.stop or ()):
-        raise ValueError("--stop: give some text")
-    check_writable("--out", args.out)
-    if not args.resume:
-        check_new(args.out, "--out")
 
 
 def _index(line: Any) -> int:
