@@ -19,6 +19,9 @@ sys.path.insert(0, str(ROOT))
 # tests/clients has an environment of its own: `make test-clients`. tests/emulator runs under its own plugin.
 collect_ignore = ["clients", *([] if "emulator.plugin" in sys.modules else ["emulator"])]
 
+# Nothing is fetched: without this, every name of a hub model costs 20 seconds where there is no network.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
 # Several workers on few cores: one thread each. Read by OpenMP when torch is first imported, hence here.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")

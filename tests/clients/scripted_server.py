@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer
 
-from medusa_decoding.cli import main, serve
+from medusa_decoding.cli import main
 from medusa_decoding.demo import CHECKPOINT
+from medusa_decoding.serving import engine
 
 TOKENIZER = AutoTokenizer.from_pretrained(CHECKPOINT / "base")
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "%s"}}\n</tool_call>'
@@ -46,7 +47,7 @@ class Script:
         return scores.masked_fill(others, -torch.inf)
 
 
-class ScriptedEngine(serve.Engine):
+class ScriptedEngine(engine.Engine):
     """The server's engine, with scripted answers."""
 
     def submit(self, prompt: Sequence[int], deliver: Any, **asked: Any) -> Any:
@@ -59,5 +60,5 @@ class ScriptedEngine(serve.Engine):
 
 
 if __name__ == "__main__":
-    serve.Engine = ScriptedEngine
+    engine.Engine = ScriptedEngine
     sys.exit(main(["serve", *sys.argv[1:]]))

@@ -9,7 +9,7 @@ import httpx
 import openai
 import pytest
 import torch
-from http_server import live
+from http_server import live, wait_for
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -392,6 +392,7 @@ def test_metrics_with_vllm_names_mean_what_vllm_means(server, demo_engine):
     usage, more = grown(max_tokens=24, tree=[[0], [1], [0, 0]])
     steps, lengths = usage["medusa"]["steps"], usage["medusa"]["accept_lengths"]
     assert lengths["2"]  # else the second position shows nothing
+    wait_for(lambda: more("spec_decode_num_drafts_total") == steps)  # counted after the last tokens are delivered
     assert more("spec_decode_num_drafts_total") == more("inter_token_latency_seconds_count") == steps
     assert more("spec_decode_num_draft_tokens_total") == 3 * steps
     assert more("spec_decode_num_accepted_tokens_total") == usage["medusa"]["accepted_draft_tokens"]

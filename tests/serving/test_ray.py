@@ -36,7 +36,7 @@ def free_port():
         return probe.getsockname()[1]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def cluster():
     """Two replicas behind a proxy on a free port."""
     with contextlib.ExitStack() as stack:
@@ -71,14 +71,23 @@ def complete(url, prompt, session=None, **fields):
     return response.json()
 
 
-def test_a_replica_writes_the_text_of_plain_generation(cluster, demo, tokenizer):
+def test_two_replicas(cluster, demo, tokenizer):
+    """One test, because starting a cluster takes ten seconds."""
+    check_a_replica_writes_the_text_of_plain_generation(cluster, demo, tokenizer)
+    check_a_session_meets_its_cached_prefix(cluster)
+    check_ray_has_the_metrics_of_each_replica(cluster)
+    check_requests_after_a_kill_succeed(cluster)
+    check_a_deleted_application_finishes_its_answers(cluster)
+
+
+def check_a_replica_writes_the_text_of_plain_generation(cluster, demo, tokenizer):
     prompt = tokenizer("Write a class Point with x: float.")["input_ids"]
     written = demo.generate(torch.tensor([prompt]), max_new_tokens=30, tree=Tree([]))
     text = tokenizer.decode(written.sequences[0, len(prompt) :], skip_special_tokens=True)
     assert complete(cluster.url, prompt, max_tokens=30)["choices"][0]["text"] == text
 
 
-def test_a_session_meets_its_cached_prefix(cluster):
+def check_a_session_meets_its_cached_prefix(cluster):
     for number in range(8):
         prompt = [100 + number * 20 + at for at in range(20)]
         complete(cluster.url, prompt, f"session-{number}")
@@ -86,7 +95,7 @@ def test_a_session_meets_its_cached_prefix(cluster):
         assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 20
 
 
-def test_ray_has_the_metrics_of_each_replica(cluster):
+def check_ray_has_the_metrics_of_each_replica(cluster):
     def replicas():
         shown = httpx.get(cluster.metrics).text
         return set(re.findall(r'^ray_medusa_new_tokens_total{.*replica="(\w+)".*} \d+', shown, flags=re.MULTILINE))
@@ -94,16 +103,23 @@ def test_ray_has_the_metrics_of_each_replica(cluster):
     wait_for(lambda: len(replicas()) == 2)
 
 
-def test_requests_after_a_kill_succeed_and_a_deleted_application_finishes_its_answers(cluster):
+def check_requests_after_a_kill_succeed(cluster):
     import ray
-    from ray import serve
 
     names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
     replicas = sorted(name for name in names if name.startswith("SERVE_REPLICA::"))
     assert len(replicas) == 2
-    ray.kill(ray.get_actor(replicas[0], namespace="serve"))
+    killed = ray.get_actor(replicas[0], namespace="serve")
+    ray.kill(killed)
+    with pytest.raises(ray.exceptions.RayActorError):  # else a request could still reach it
+        ray.get(killed.check_health.remote(), timeout=60)
     for number in range(8):
         complete(cluster.url, "def", f"session-{number}")
+
+
+def check_a_deleted_application_finishes_its_answers(cluster):
+    from ray import serve
+
     body = {"model": "demo", "prompt": "def", "max_tokens": 900, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{cluster.url}/v1/completions", json=body, timeout=60) as response:
         lines = response.iter_lines()

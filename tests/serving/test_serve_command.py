@@ -139,7 +139,7 @@ def test_a_second_ctrl_c_ends_running_answers_and_the_server(started):
     ("arguments", "words"),
     [
         (["--port", "65536"], "at most 65535"),
-        (["--api-key", ""], "--api-key: expected a key"),
+        (["--api-key", ""], "(--api-key): expected a key"),
         (["--host", "no.such.host.invalid"], "no.such.host.invalid:8000"),
     ],
 )

@@ -15,6 +15,7 @@ from medusa_decoding.checks import check_text, import_library, shown, token_list
 from medusa_decoding.options import SLOTS
 from medusa_decoding.serving.loading import find_model, load_model, load_tokenizer, resolve_device
 from medusa_decoding.trees.parsing import parse_tree
+from medusa_decoding.trees.tree import Tree
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
 
 KEY_VARIABLE = "MEDUSA_API_KEY"
 Model = Annotated[str, AfterValidator(find_model)]
+
+
+def _tree(value: Any) -> Any:
+    if value is not None and not isinstance(value, (str, Tree)):
+        raise ValueError(f"expected text as in --tree, got {shown(value)}")
+    return parse_tree(value) if isinstance(value, str) else value
 
 
 class ServerArguments(BaseModel):
@@ -51,7 +58,7 @@ class ServerArguments(BaseModel):
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     template: str | None = None
-    tree: Annotated[Any, BeforeValidator(lambda value: parse_tree(value) if isinstance(value, str) else value)] = None
+    tree: Annotated[Any, BeforeValidator(_tree)] = None
     backend: Literal["auto", "eager", "compiled", "graph"] = "auto"
     served_model_name: str | None = None
     api_key: str | None = None
@@ -60,26 +67,27 @@ class ServerArguments(BaseModel):
     queue: Annotated[int, Field(ge=0)] = 64
     max_new_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
-    request_timeout: Annotated[float, Field(gt=0)] | None = 600.0
+    request_timeout: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 600.0
     allow_origin: str | None = None
 
     @classmethod
     def check(cls, values: Mapping[str, Any]) -> ServerArguments:
         """Return checked arguments; raise `ValueError` that names the first wrong or unknown one."""
         try:
-            return cls.model_validate(dict(values))
+            return cls.model_validate({str(name): value for name, value in values.items()})
         except ValidationError as error:
             first = error.errors()[0]
             name, words = first["loc"][0], first["msg"].removeprefix("Value error, ")
             if first["type"] == "extra_forbidden":
                 words = f"expected one of {', '.join(cls.model_fields)}, got an unknown name"
             elif first["type"] != "value_error":
-                words = f"{re.sub('^.* should (be|match)', 'expected', words)}, got {shown(first['input'])}"
+                got = "another type" if name == "api_key" else shown(first["input"])
+                words = f"{re.sub('^.* should (be|match)', 'expected', words)}, got {got}"
             raise ValueError(f"{name}: {words}") from None
 
     def key(self) -> str | None:
         """Return the key that requests need; raise `ValueError` for an empty or padded one."""
-        source = KEY_VARIABLE if self.api_key is None else "--api-key"
+        source = KEY_VARIABLE if self.api_key is None else "api_key (--api-key)"
         key = os.getenv(KEY_VARIABLE) if self.api_key is None else self.api_key
         if key is not None:
             check_text(source, key)

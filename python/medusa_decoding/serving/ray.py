@@ -73,7 +73,10 @@ def build(args: Mapping[str, Any]) -> serve.Application:
         ValueError: a wrong or unknown argument; names it.
     """
     check_libraries("replicas on Ray")
-    return deployment(ServerArguments.check(args)).bind(dict(args))
+    arguments = ServerArguments.check(args)
+    if arguments.api_key is not None:
+        arguments.key()
+    return deployment(arguments).bind(dict(args))
 
 
 def deployment(arguments: ServerArguments) -> serve.Deployment:

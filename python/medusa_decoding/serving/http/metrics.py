@@ -118,7 +118,7 @@ class Metrics:
     def text(self, accept: str) -> tuple[bytes, str]:
         """Return all metrics and their content type: OpenMetrics if `Accept` names it, else the classic text."""
         # In OpenMetrics, prometheus_client writes "_" for the colon of vLLM's names unless all names are welcome.
-        encode, kind = choose_encoder(accept.replace("openmetrics-text;", "openmetrics-text;escaping=allow-utf-8;"))
+        encode, kind = choose_encoder(accept.replace("openmetrics-text", "openmetrics-text;escaping=allow-utf-8"))
         return encode(self._registry), kind
 
 
