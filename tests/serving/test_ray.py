@@ -18,6 +18,7 @@ from http_server import wait_for
 from medusa_decoding.serving.launch import ServerArguments
 from medusa_decoding.trees.tree import Tree
 
+pytest.importorskip("ray.serve")
 pytestmark = pytest.mark.slow  # importing Ray takes seconds
 ARGUMENTS = {"device": "cpu", "dtype": "float32", "slots": "8", "context": "1000"}
 ROUTER = "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
