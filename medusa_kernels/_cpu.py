@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medusa_kernels import _native
+from medusa_kernels import _native, quantised
 from medusa_kernels._registry import Chooser, Implementation, interpreted
 
-TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-"""The enum Type of csrc/cpu/ops.h."""
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
+CODE_TYPES = {"int4": 4, "nf4": 5, "fp4": 6}
+"""The enum Type of csrc/cpu/ops.h; of uint8 weights by what their codes stand for."""
+MATRIX = 8
+"""Members of the struct Matrix."""
 ACTIVATIONS = (torch.float32, torch.bfloat16)
 
 Word = Tensor | int | float | None
@@ -46,9 +49,23 @@ threads = torch.get_num_threads
 """The number of threads that an op may use, its first member."""
 
 
-def matrix(weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None) -> tuple[Word, ...]:
-    """Return the members of the struct Matrix."""
-    return weight, scale, bias, weight.shape[0], weight.stride(0) * weight.element_size(), TYPES[weight.dtype]
+def matrix(
+    weight: Tensor, bias: Tensor | None = None, scale: Tensor | None = None, zero: Tensor | None = None,
+    codes: str = "int4",
+) -> tuple[Word, ...]:  # fmt: skip
+    """Return the members of the struct Matrix; the scale is fp32."""
+    stride, kind = weight.stride(0) * weight.element_size(), weight_type(weight, codes)
+    return weight, scale, zero, bias, weight.shape[0], stride, kind, quantised.group_size(weight, scale)
+
+
+def weight_type(weight: Tensor, codes: str = "int4") -> int:
+    """Return the member of the enum Type of a weight's elements."""
+    return CODE_TYPES[codes] if weight.dtype == torch.uint8 else TYPES[weight.dtype]
+
+
+def reads(weight: Tensor) -> bool:
+    """Return whether the C++ library has a form for a weight of this dtype."""
+    return weight.dtype in (*ACTIVATIONS, torch.int8)
 
 
 def native_or(op: str, function: Callable[..., Any], otherwise: Chooser, rest: str = "") -> Chooser:

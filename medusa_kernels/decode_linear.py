@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
-from medusa_kernels import _checks, _cpu, reference
+from medusa_kernels import _checks, _cpu, quantised, reference
 from medusa_kernels._registry import Implementation, register, served_by, triton_or
 
 MOST_WEIGHTS = 3
@@ -32,20 +32,26 @@ def decode_linear(
     residual: Tensor | None = None,
     scales: Sequence[Tensor] | None = None,
     parts: int = 1,
+    zeros: Sequence[Tensor] | None = None,
+    codes: str = "int4",
 ) -> Tensor:
     """Return `x W^T + b` for each weight side by side; gated, `SiLU(x Wg^T + bg) * (x Wu^T + bu)` (Shazeer 2020).
 
     Args:
         x: `[..., K]`, fp16, bf16 or fp32; any strides.
-        weights: 1 to 3 matrices `[N_i, K]`, dtype of x, or int8 with scales; elements of a row adjacent, rows any
-            distance apart. Gated: two, the gate's and the other's, of one shape.
+        weights: 1 to 3 matrices `[N_i, K]`, dtype of x, or with scales in 8 or 4 bits as `medusa_kernels.quantised`
+            says, all in the same form and group size; elements of a row adjacent, rows any distance apart. Gated: two,
+            the gate's and the other's, of one shape.
         biases: for each weight `[N_i]`, dtype of x, or None; None: no biases.
         gate: whether the first product gates the second.
         residual: `[..., N]`, dtype of x; added to the product. Only with one weight.
-        scales: for each weight fp32 `[N_i]`, the factor of each row of int8 weights; None: the weights are no integers.
+        scales: for each weight fp32 `[N_i]`, the factor of each row of 8-bit numbers, or `[N_i, K / g]`, that of each
+            group of 4-bit codes; None: the weights are in the dtype of x.
         parts: more than 1: the K columns are divided into so many consecutive parts, and each part's product is
             returned by itself, so that more programs stream a narrow weight. `add_rms_norm` and `rope_append` add them.
             Not with `gate` or `residual`. `linear_parts` says how many are best.
+        zeros: for each weight uint8 `[N_i, K / g]`, the zero points of int4 codes; None: 8.
+        codes: what 4-bit codes stand for: "int4", "nf4" or "fp4".
 
     Returns:
         `[..., sum of N_i]` in the order of the weights (gated: `[..., N]`), dtype of x, a new contiguous tensor.
@@ -53,8 +59,8 @@ def decode_linear(
         With several parts fp32 `[parts, ..., sum of N_i]`, not rounded: their sum is the product, biases are in the
         first. The PyTorch implementation rounds after each of these steps (parts it does not round). It serves more
         than 64 rows on a GPU and 256 on a CPU, when the product is no longer bound by reading the weights, and what the
-        others lack: int8 on a GPU, fp16 on a CPU. With the C++ implementation (a CPU's), a row's result does not depend
-        on the rows beside it.
+        others lack: fp16 on a CPU. Numbers times scales may be rounded to the dtype of x before they are
+        multiplied. With the C++ implementation (a CPU's), a row's result does not depend on the rows beside it.
 
     Raises:
         ValueError: an argument has a wrong shape, dtype, device, layout or number.
@@ -64,24 +70,25 @@ def decode_linear(
     count, size = len(weights), x.shape[-1]
     _checks.require(1 <= count <= MOST_WEIGHTS, "weights", f"1 to {MOST_WEIGHTS} matrices", count)
     _checks.require(not gate or count == 2, "weights", "two matrices, as gate is set", count)
-    for i, weight in enumerate(weights):
+    for name, given in (("scales", scales), ("zeros", zeros)):
+        _checks.require(given is None or len(given) == count, name, f"{count}, one per weight", given and len(given))
+    none: list[Tensor | None] = [None] * count
+    of_each = zip(weights, scales or none, zeros or none, strict=True)
+    for i, (weight, scale, zero) in enumerate(of_each):
+        # Weights in other forms have the same bytes in another number of columns.
         shape = (weights[0].shape[0] if gate and i else "N", size)
-        if scales is None:
-            _checks.match(f"weights[{i}]", weight, shape, "x", x)
-        else:
-            _checks.typed(f"weights[{i}]", weight, shape, torch.int8, "x", x)
+        names = (f"weights[{i}]", f"scales[{i}]", f"zeros[{i}]")
+        quantised.check(names, weight, scale, zero, codes, shape, "x", x)
         if size > 1 and weight.stride(1) != 1:
             raise ValueError(f"weights[{i}]: expected a row's elements adjacent, got strides {weight.stride()}")
+        if scales is not None:
+            form, first = ((w.dtype, quantised.group_size(w, s)) for w, s in ((weight, scale), (weights[0], scales[0])))
+            _checks.require(form == first, f"weights[{i}]", f"dtype and group size {first} like weights[0]", form)
     if biases is not None:
         _checks.require(len(biases) == count, "biases", f"{count}, one per weight", len(biases))
         for i, (bias, weight) in enumerate(zip(biases, weights, strict=True)):
             if bias is not None:
                 _checks.match(f"biases[{i}]", bias, (weight.shape[0],), "x", x)
-    if scales is not None:
-        _checks.require(len(scales) == count, "scales", f"{count}, one per weight", len(scales))
-        for i, (scale, weight) in enumerate(zip(scales, weights, strict=True)):
-            _checks.typed(f"scales[{i}]", scale, (weight.shape[0],), torch.float32, "x", x)
-            _checks.contiguous(f"scales[{i}]", scale)
     if gate or residual is not None:
         _checks.require(parts == 1, "parts", "1 with gate or residual", parts)
     _checks.require(1 <= parts <= max(1, size), "parts", f"1 to the {size} columns of x", parts)
@@ -89,10 +96,11 @@ def decode_linear(
         _checks.require(count == 1, "residual", "None with several weights", list(residual.shape))
         _checks.match("residual", residual, (*x.shape[:-1], weights[0].shape[0]), "x", x)
     bias_list = None if biases is None else list(biases)
-    scale_list = None if scales is None else list(scales)
+    scale_list, zero_list = (None if given is None else list(given) for given in (scales, zeros))
     return torch.ops.medusa_kernels.decode_linear.default(
-        x, list(weights), bias_list, gate=gate, residual=residual, scales=scale_list, parts=parts
-    )
+        x, list(weights), bias_list, gate=gate, residual=residual, scales=scale_list, parts=parts, zeros=zero_list,
+        codes=codes,
+    )  # fmt: skip
 
 
 def linear_parts(x: Tensor, out_features: int) -> int:
@@ -112,16 +120,21 @@ def linear_parts(x: Tensor, out_features: int) -> int:
     return best(x, out_features)
 
 
-def with_linear(x, weights, biases=None, *, gate=False, residual=None, scales=None, parts=1):
-    """Run the op as matrix products in the dtype of x, each written to its place in the result, on any device."""
+def with_linear(
+    x, weights, biases=None, *, gate=False, residual=None, scales=None, parts=1, zeros=None, codes="int4"
+):  # fmt: skip
+    """Run the op as matrix products in the dtype of x, each written to its place in the result, on any device.
+
+    Of weights in 4 or 8 bits one at a time is dequantised.
+    """
     if parts > 1:
-        return reference.decode_linear(x, weights, biases, scales=scales, parts=parts)
-    if scales is not None:
-        weights = [(w.float() * scale[:, None]).to(x.dtype) for w, scale in zip(weights, scales, strict=True)]
-    rows = x.reshape(-1, x.shape[-1])
+        return reference.decode_linear(x, weights, biases, scales=scales, parts=parts, zeros=zeros, codes=codes)
+    rows, count = x.reshape(-1, x.shape[-1]), len(weights)
     sizes = [weight.shape[0] for weight in weights]
     out = x.new_empty(rows.shape[0], sum(sizes))
-    for part, weight, bias in zip(out.split(sizes, 1), weights, biases or [None] * len(weights), strict=True):
+    each = (weights, biases or [None] * count, scales or [None] * count, zeros or [None] * count)
+    for part, stored, bias, scale, zero in zip(out.split(sizes, 1), *each, strict=True):
+        weight = quantised.dequantised(stored, scale, zero, codes).to(x.dtype)
         if bias is None:
             torch.mm(rows, weight.T, out=part)
         else:
@@ -134,22 +147,28 @@ def with_linear(x, weights, biases=None, *, gate=False, residual=None, scales=No
     return out.view(*x.shape[:-1], out.shape[1])
 
 
-def _native(x, weights, biases=None, *, gate=False, residual=None, scales=None, parts=1):
+def _native(x, weights, biases=None, *, gate=False, residual=None, scales=None, parts=1, zeros=None, codes="int4"):
     """Run the op by the C++ library, on a CPU."""
     rows = x.numel() // max(1, x.shape[-1])
-    if rows > MOST_ROWS_CPU or rows == 0 or x.dtype not in _cpu.ACTIVATIONS or x.shape[-1] == 0 or parts > 1:
-        return with_linear(x, weights, biases, gate=gate, residual=residual, scales=scales, parts=parts)
+    few = 0 < rows <= MOST_ROWS_CPU and x.dtype in _cpu.ACTIVATIONS and x.shape[-1] > 0
+    if not few or parts > 1 or not all(map(_cpu.reads, weights)):
+        return with_linear(
+            x, weights, biases, gate=gate, residual=residual, scales=scales, parts=parts, zeros=zeros, codes=codes
+        )
     width = weights[0].shape[0] if gate else sum(weight.shape[0] for weight in weights)
     out = x.new_empty(*x.shape[:-1], width)
     # Held until the call has returned.
     x, residual = x.contiguous(), None if residual is None else residual.contiguous()
     biases = [None if bias is None else bias.contiguous() for bias in biases or [None] * len(weights)]
-    matrices = map(_cpu.matrix, weights, biases, scales or [None] * len(weights))
+    count = len(weights)
+    # Held until the call has returned.
+    scales = [None if scale is None else scale.float() for scale in scales or [None] * count]
+    matrices = map(_cpu.matrix, weights, biases, scales, zeros or [None] * count, [codes] * count)
     _cpu.call(
         "decode_linear",
-        _cpu.threads(), _cpu.TYPES[x.dtype], x, rows, x.shape[-1], residual, out, gate, len(weights),
+        _cpu.threads(), _cpu.TYPES[x.dtype], x, rows, x.shape[-1], residual, out, gate, count,
         *(member for matrix in matrices for member in matrix),
-        *[0] * (6 * (MOST_WEIGHTS - len(weights))),
+        *[0] * (_cpu.MATRIX * (MOST_WEIGHTS - count)),
     )  # fmt: skip
     return out
 
@@ -158,7 +177,7 @@ def _choose(device: torch.device) -> Implementation:
     chosen = triton_or("decode_linear", "linear", with_linear, "PyTorch matrix products")(device)
     if chosen.name != "triton":
         return chosen
-    return replace(chosen, reason=f"{chosen.reason}; PyTorch matrix products for more than {MOST_ROWS} rows and int8")
+    return replace(chosen, reason=f"{chosen.reason}; PyTorch matrix products for more than {MOST_ROWS} rows")
 
 
 def _result(a):
@@ -175,5 +194,5 @@ register(
     cuda=_choose,
     # Optional lists of optional tensors are not among the types that PyTorch infers.
     schema="(Tensor x, Tensor[] weights, Tensor?[]? biases=None, *, bool gate=False, Tensor? residual=None, "
-    "Tensor[]? scales=None, int parts=1) -> Tensor",
+    'Tensor[]? scales=None, int parts=1, Tensor[]? zeros=None, str codes="int4") -> Tensor',
 )

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from medusa_kernels import _checks, _cpu, reference
+from medusa_kernels import _checks, _cpu, quantised, reference
 from medusa_kernels._registry import Implementation, register
 from medusa_kernels.add_rms_norm import add_rms_norm
 from medusa_kernels.decode_linear import MOST_ROWS_CPU, decode_linear
@@ -24,11 +24,22 @@ from medusa_kernels.tree_attention import tree_attention
 
 
 class Projection(NamedTuple):
-    """A linear layer's weight `[N, K]`, its bias `[N]` or None, and the row scales fp32 `[N]` of an int8 weight."""
+    """A linear layer's weight `[N, K]`, its bias `[N]` or None, and how it is stored: see `medusa_kernels.quantised`.
+
+    Without a scale the weight is in the dtype of the activations. The scale is fp32.
+    """
 
     weight: Tensor
     bias: Tensor | None = None
     scale: Tensor | None = None
+    zero: Tensor | None = None
+    codes: str = "int4"
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What must be the same for weights that one product reads."""
+        dtype = None if self.scale is None else self.weight.dtype
+        return dtype, quantised.group_size(self.weight, self.scale), self.zero is None, self.codes
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,8 +49,8 @@ class LayerWeights:
     Attributes:
         input_norm: `[H]`, of the norm before attention.
         post_norm: `[H]`, of the norm before the MLP.
-        projections: q `[Hq D, H]`, k and v `[Hkv D, H]`, o `[H, Hq D]`, gate and up `[I, H]`, down `[H, I]`. Either all
-            of q, k and v are int8 or none, and so for gate and up.
+        projections: q `[Hq D, H]`, k and v `[Hkv D, H]`, o `[H, Hq D]`, gate and up `[I, H]`, down `[H, I]`. q, k and v
+            have the same form, and gate and up.
         q_norm: `[D]`, of the norm of each query head, or None.
         k_norm: `[D]`, of the norm of each key head, or None.
     """
@@ -63,9 +74,12 @@ def packed(layers: Sequence[LayerWeights], final_norm: Tensor) -> tuple[list[Ten
     for index, layer in enumerate(layers):
         _check_sizes(index, layer, layers[0])
         slots: list[Tensor | None] = [layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm]
-        for projection in layer.projections:
-            slots += projection
-        forms.append(sum(1 << slot for slot, tensor in enumerate(slots) if tensor is not None))
+        form = 0
+        for place, projection in enumerate(layer.projections):
+            *tensors, codes = projection
+            slots += tensors
+            form |= quantised.CODES.index(codes) << reference.SLOTS + reference.KIND_BITS * place
+        forms.append(form + sum(1 << slot for slot, tensor in enumerate(slots) if tensor is not None))
         weights += [tensor for tensor in slots if tensor is not None]
     if layers:
         first = layers[0].input_norm
@@ -84,15 +98,22 @@ def _check_sizes(index: int, layer: LayerWeights, first: LayerWeights) -> None:
         (layer.input_norm, (width,), dtype), (layer.post_norm, (width,), dtype),
         (layer.q_norm, ("D",), dtype), (layer.k_norm, ("D",), dtype),
     ]  # fmt: skip
-    for projection, n, k in zip(layer.projections, rows, columns, strict=True):
-        stored = dtype if projection.scale is None else torch.int8
-        expected += [
-            (projection.weight, (n, k), stored), (projection.bias, (n,), dtype), (projection.scale, (n,), torch.float32)
-        ]  # fmt: skip
     for tensor, size, wanted in expected:
         if tensor is not None:
             _checks.typed(f"layers[{index}]", tensor, size, wanted, "layers[0]", first.input_norm)
             _checks.contiguous(f"layers[{index}]", tensor)
+    for place, (projection, n, k) in enumerate(zip(layer.projections, rows, columns, strict=True)):
+        name, like = f"layers[{index}].projections[{place}]", first.input_norm
+        weight, bias, scale, zero, codes = projection
+        quantised.check((name, f"{name}.scale", f"{name}.zero"), weight, scale, zero, codes, (n, k), "layers[0]", like)
+        _checks.contiguous(name, weight)
+        if scale is not None:
+            _checks.dtype(f"{name}.scale", scale, torch.float32)
+        if bias is not None:
+            _checks.match(f"{name}.bias", bias, (n,), "layers[0]", like)
+            _checks.contiguous(f"{name}.bias", bias)
+        other = layer.projections[0 if place < 3 else 4 if place in (4, 5) else place].form
+        _checks.require(projection.form == other, name, f"the form {other} of the weights beside it", projection.form)
 
 
 def decoder_layers(
@@ -119,8 +140,8 @@ def decoder_layers(
 
     Args:
         hidden: embedded tokens `[B, N, H]`; fp16, bf16 or fp32.
-        weights: all layers' tensors and the final norm's, from `packed`; dtype of hidden, or int8 with scales.
-        forms: which tensors each layer has, from `packed`.
+        weights: all layers' tensors and the final norm's, from `packed`; dtype of hidden, or in 8 or 4 bits.
+        forms: which tensors each layer has, and what codes stand for, from `packed`.
         kv: the cache `[L, 2, B, Hkv, S, D]`, dtype of hidden, contiguous, or neighbouring sequences of a contiguous
             one; with `slots`, of any number of sequences. Mutated: rows `cache_lens[b]` to `cache_lens[b] + N` of every
             layer.
@@ -161,7 +182,7 @@ def decoder_layers(
     sets = (nodes, words) if ancestors.dim() == 2 else (batch, nodes, words)
     _checks.typed("ancestors", ancestors, sets, torch.int64, "hidden", hidden)
     _checks.require(len(windows) == count, "windows", f"{count}, one per layer", len(windows))
-    held = sum(form.bit_count() for form in forms) + 1
+    held = sum((form & _SLOT_BITS).bit_count() for form in forms) + 1
     _checks.require(len(weights) == held, "weights", f"{held} tensors, as forms has", len(weights))
     _checks.match("weights[-1]", weights[-1], (width,), "hidden", hidden)
     return torch.ops.medusa_kernels.decoder_layers.default(
@@ -182,6 +203,11 @@ class _PublicOps:
 _composed = functools.partial(reference.layers_by, _PublicOps)
 
 
+_SLOT_BITS = 2**reference.SLOTS - 1
+_PROJECTION = 4
+"""Slots of a projection: weight, bias, scale and zero points. Those of the norms are as many."""
+
+
 class _Layout(NamedTuple):
     """Each weight's place in a table [L, SLOTS], and the index of the first q, k and gate weight."""
 
@@ -195,7 +221,7 @@ class _Layout(NamedTuple):
 def _layout(forms: tuple[int, ...]) -> _Layout:
     slots = reference.SLOTS
     places = [layer * slots + slot for layer, form in enumerate(forms) for slot in range(slots) if form >> slot & 1]
-    return _Layout(tuple(places), q=places.index(4), k=places.index(7), gate=places.index(4 + 3 * 4))
+    return _Layout(tuple(places), *(places.index(4 + _PROJECTION * place) for place in (0, 1, 4)))
 
 
 def _native(
@@ -204,7 +230,7 @@ def _native(
     """Run the op by the C++ library, on a CPU."""
     batch, nodes, width = hidden.shape
     _, _, sequences, kv_heads, rows, head_dim = kv.shape
-    few = 0 < batch * nodes <= MOST_ROWS_CPU
+    few = 0 < batch * nodes <= MOST_ROWS_CPU and all(_cpu.reads(weight) for weight in weights)
     if not few or not forms or hidden.dtype not in _cpu.ACTIVATIONS or head_dim % 2 or head_dim > MOST_HEAD_DIM:
         return _composed(
             hidden, weights, forms, kv, cos, sin, cache_lens, depths, ancestors, windows=windows, eps=eps, scale=scale,
@@ -215,12 +241,22 @@ def _native(
     if key_rows != kv_heads * head_dim or query_rows % key_rows:
         expected = f"{kv_heads * head_dim} rows of k ({kv_heads} heads of {head_dim}) and a multiple of that of q"
         raise ValueError(f"weights: expected {expected}, got {key_rows} and {query_rows}")
-    table = [0] * (len(forms) * reference.SLOTS)
-    for place, weight in zip(layout.places, weights, strict=False):
-        if place % reference.SLOTS in (2, 3) and len(weight) != head_dim:
+    table, kinds = [0] * (len(forms) * reference.SLOTS), [0] * (len(forms) * 2 * 7)
+    for index, (place, weight) in enumerate(zip(layout.places, weights, strict=False)):
+        layer, slot = divmod(place, reference.SLOTS)
+        if slot in (2, 3) and len(weight) != head_dim:
             raise ValueError(f"weights: expected norms of heads of size {head_dim}, got one of {len(weight)}")
         table[place] = weight.data_ptr()
-    pointers, sizes = (torch.tensor(numbers, dtype=torch.int64, device="cpu") for numbers in (table, windows))
+        if slot >= 4 and slot % _PROJECTION == 0:
+            projection = slot // _PROJECTION - 1
+            kind = 2 * (7 * layer + projection)
+            kinds[kind] = _cpu.weight_type(weight, reference.codes_of(forms[layer], projection))
+            if weight.dtype == torch.uint8:
+                scale = weights[index + (2 if forms[layer] >> slot + 1 & 1 else 1)]
+                kinds[kind + 1] = quantised.group_size(weight, scale)
+    pointers, of_each, sizes = (
+        torch.tensor(numbers, dtype=torch.int64, device="cpu") for numbers in (table, kinds, windows)
+    )
     # Held until the call has returned.
     hidden, cache_lens, depths, ancestors = (t.contiguous() for t in (hidden, cache_lens, depths, ancestors))
     own = None if slots is None else slots.contiguous()
@@ -235,7 +271,7 @@ def _native(
             cos, sin, cos.shape[-2], 0 if cos.dim() == 2 else cos.stride(0),
             cache_lens, depths, 0 if depths.dim() == 1 else nodes,
             ancestors, 0 if ancestors.dim() == 2 else ancestors.stride(0),
-            weights[-1], float(eps), float(scale), len(forms), pointers, sizes,
+            weights[-1], float(eps), float(scale), len(forms), pointers, of_each, sizes,
         )  # fmt: skip
     except _cpu.OutsideError:
         _checks.rows_fit(cache_lens.tolist(), nodes, rows)

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, log_softmax, silu
 
-from medusa_kernels import _checks, _cpu
+from medusa_kernels import _checks, _cpu, quantised
 from medusa_kernels._registry import register, triton_or
 from medusa_kernels.decode_linear import MOST_ROWS_CPU
 
 MAX_K = 32
-QUANTISED = (torch.int8, torch.float8_e4m3fn)
 
 
 def heads_topk(
@@ -35,6 +34,8 @@ def heads_topk(
     w_root: Tensor | None = None,
     temperature: float = 1.0,
     noise: Tensor | None = None,
+    w2_zero: Tensor | None = None,
+    codes: str = "int4",
 ) -> tuple[Tensor, Tensor]:
     """Return each head's k most likely tokens with their log-probabilities (the paper's heads, section 2.1.1).
 
@@ -45,9 +46,11 @@ def heads_topk(
         hidden: hidden states `[B, H]`, or `[B, K, H]` if each head has its own; fp16, bf16 or fp32.
         w1: `[K, H, H]`, or `[K, L, H, H]` for L residual blocks; dtype of hidden; any strides.
         b1: `[K, H]`, or `[K, L, H]`, dtype of hidden, or None.
-        w2: `[K, V', H]`, or `[V', H]` for one projection shared by all heads; dtype of hidden, int8 or float8_e4m3fn.
+        w2: `[K, V', H]`, or `[V', H]` for one projection shared by all heads; dtype of hidden, or with w2_scale in 8 or
+            4 bits as `medusa_kernels.quantised` says.
         k: how many tokens, 1 to min(32, V').
-        w2_scale: fp32 `[K, V']` (or `[V']` with a shared w2), the factor of each row of w2. Required for int8 and fp8.
+        w2_scale: fp32 `[K, V']` (or `[V']` with a shared w2), the factor of each row of w2 in 8 bits; of 4-bit codes
+            `[.., V', H / g]`, that of each group. Required for both.
         token_map: int64 `[V']`, the real token id of each row of a trimmed vocabulary. None: the row is the id.
         gather: w2 and w2_scale hold the whole vocabulary of V instead (`[K, V, H]` or `[V, H]`), of which the
             projection has the rows that token_map names, in its order; token_map is required.
@@ -58,6 +61,8 @@ def heads_topk(
             V is the number of ids (without a token_map V', with `gather` that of the rows of w2). With standard Gumbel
             noise the first token is a sample of the softmax, and the k are samples without replacement (Gumbel-top-k,
             arXiv:1903.06059). None: none.
+        w2_zero: uint8 `[.., V', H / g]`, the zero points of int4 codes; None: 8.
+        codes: what 4-bit codes stand for: "int4", "nf4" or "fp4".
 
     Returns:
         logprobs fp32 `[B, K, k]` and tokens int64 `[B, K, k]`, best first. The order of equal x is not specified.
@@ -80,9 +85,11 @@ def heads_topk(
     _checks.match("w1", w1, w1.shape, "hidden", hidden)
     if b1 is not None:
         _checks.match("b1", b1, (heads, *blocks, size), "hidden", hidden)
-    _checks.shape("w2", w2, ("V'", size) if w2.dim() == 2 else (heads, "V'", size))
-    _checks.dtype("w2", w2, hidden.dtype, *QUANTISED)
-    _checks.same_device("w2", w2, "hidden", hidden)
+    quantised_w2 = w2.dtype in (*quantised.BYTES, torch.uint8)
+    _checks.require(w2_scale is not None or not quantised_w2, "w2_scale", "scales for weights in 8 or 4 bits", None)
+    _checks.require(w2_scale is None or quantised_w2, "w2_scale", "None for weights in the dtype of hidden", "scales")
+    shape = ("V'", size) if w2.dim() == 2 else (heads, "V'", size)
+    quantised.check(("w2", "w2_scale", "w2_zero"), w2, w2_scale, w2_zero, codes, shape, "hidden", hidden)
     _checks.require(not gather or token_map is not None, "token_map", "the rows to gather", None)
     vocabulary = w2.shape[-2]
     if token_map is not None:
@@ -90,10 +97,6 @@ def heads_topk(
         _checks.typed("token_map", token_map, mapped, torch.int64, "hidden", hidden)
         vocabulary = token_map.shape[0]
     _checks.require(1 <= k <= min(MAX_K, vocabulary), "k", f"1 to {min(MAX_K, vocabulary)}", k)
-    if w2_scale is not None:
-        _checks.typed("w2_scale", w2_scale, w2.shape[:-1], torch.float32, "hidden", hidden)
-    scaled = w2_scale is not None or w2.dtype not in QUANTISED
-    _checks.require(scaled, "w2_scale", "one scale per row of int8 and fp8 weights", None)
     _checks.require(root is not None or w_root is None, "root", "the input of w_root", None)
     _checks.require(w_root is not None or root is None, "w_root", "the weights of root", None)
     if root is not None and w_root is not None:
@@ -107,13 +110,14 @@ def heads_topk(
     return torch.ops.medusa_kernels.heads_topk.default(
         hidden, w1, b1, w2, k,
         w2_scale=w2_scale, token_map=token_map, gather=gather, root=root, w_root=w_root, temperature=temperature,
-        noise=noise,
+        noise=noise, w2_zero=w2_zero, codes=codes,
     )  # fmt: skip
 
 
 def _matmul(
     hidden, w1, b1, w2, k,
     *, w2_scale=None, token_map=None, gather=False, root=None, w_root=None, temperature=1.0, noise=None,
+    w2_zero=None, codes="int4",
 ):  # fmt: skip
     """Run the op as matrix products in the dtype of hidden and a top-k over the logits, on any device."""
     heads, size = w1.shape[0], w1.shape[-1]
@@ -123,8 +127,10 @@ def _matmul(
     for weight, bias in residual_blocks(w1, b1):
         states = states + silu(_of_every_head(states, weight, bias))
     if gather:
+        w2_scale, w2_zero = of_rows(w2, w2_scale, w2_zero, token_map)
         w2 = w2[..., token_map, :]
-        w2_scale = None if w2_scale is None else w2_scale[..., token_map]
+    if w2.dtype == torch.uint8:
+        w2, w2_scale = quantised.dequantised(w2, w2_scale, w2_zero, codes).to(states.dtype), None
     if w2_scale is not None and states.dtype == torch.float16:
         # Without its scale a logit may overflow float16: 127 is an ordinary int8 weight.
         states = states.float()
@@ -142,6 +148,13 @@ def _matmul(
     tokens = logits.topk(k, dim=-1).indices
     logprobs = log_softmax(logits, -1, dtype=torch.float32).gather(-1, tokens)
     return logprobs, tokens if token_map is None else token_map[tokens]
+
+
+def of_rows(w2, w2_scale, w2_zero, rows):
+    """Return the scales and zero points of some rows of a w2; None where there are none."""
+    if w2.dtype != torch.uint8:
+        return None if w2_scale is None else w2_scale[..., rows], None
+    return w2_scale[..., rows, :], None if w2_zero is None else w2_zero[..., rows, :]
 
 
 def residual_blocks(w1: Tensor, b1: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -171,6 +184,7 @@ def _outputs(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
 def _native(
     hidden, w1, b1, w2, k,
     *, w2_scale=None, token_map=None, gather=False, root=None, w_root=None, temperature=1.0, noise=None,
+    w2_zero=None, codes="int4",
 ):  # fmt: skip
     """Run the op by the C++ library, on a CPU."""
     batch, heads, size = hidden.shape[0], w1.shape[0], w1.shape[-1]
@@ -178,18 +192,18 @@ def _native(
     shared, dense = w2.dim() == 2, w1.stride(-1) == 1 and w2.stride(-1) == 1 and w2.stride(0) != 0
     dense &= w_root is None or w_root.stride(-1) == 1
     few = 0 < batch <= MOST_ROWS_CPU
-    if not dense or not few or hidden.dtype not in _cpu.ACTIVATIONS or w2.dtype not in (hidden.dtype, torch.int8):
+    if not dense or not few or hidden.dtype not in _cpu.ACTIVATIONS or not _cpu.reads(w2):
         return _matmul(
             hidden, w1, b1, w2, k,
             w2_scale=w2_scale, token_map=token_map, gather=gather, root=root, w_root=w_root, temperature=temperature,
-            noise=noise,
+            noise=noise, w2_zero=w2_zero, codes=codes,
         )  # fmt: skip
     vocabulary = len(token_map) if gather else w2.shape[-2]
     logprobs = hidden.new_empty(batch, heads, k, dtype=torch.float32)
     tokens = hidden.new_empty(batch, heads, k, dtype=torch.int64)
     # Held until the call has returned.
     hidden, b1 = hidden.contiguous(), None if b1 is None else b1.contiguous()
-    w2_scale = None if w2_scale is None else w2_scale.contiguous()
+    w2_scale = None if w2_scale is None else w2_scale.float()
     token_map = None if token_map is None else token_map.contiguous()
     root = None if root is None else root.contiguous()
     noise = None if noise is None else noise.contiguous()
@@ -203,7 +217,8 @@ def _native(
             root, w_root, 0 if root is None else root.shape[1],
             *((0, 0) if w_root is None else (s * w_root.element_size() for s in w_root.stride()[:2])),
             w2, 0 if shared else w2.stride(0) * w2.element_size(), w2.stride(-2) * w2.element_size(),
-            _cpu.TYPES[w2.dtype], w2_scale, 0 if shared else w2.shape[-2],
+            _cpu.weight_type(w2, codes), w2_scale, w2_zero, 0 if shared or w2_scale is None else w2_scale.stride(0),
+            quantised.group_size(w2, w2_scale),
             token_map, gather, float(temperature), noise, *((0, 0) if noise is None else noise.shape[1:]),
             logprobs, tokens,
         )  # fmt: skip

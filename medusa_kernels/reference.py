@@ -16,6 +16,8 @@ import sys
 import torch
 from torch import Tensor
 
+from medusa_kernels.quantised import CODES, dequantised
+
 WORD = 64
 """Tree nodes per ancestor word."""
 
@@ -120,6 +122,7 @@ def _rotate_half(x: Tensor) -> Tensor:
 def heads_topk(
     hidden, w1, b1, w2, k,
     *, w2_scale=None, token_map=None, gather=False, root=None, w_root=None, temperature=1.0, noise=None,
+    w2_zero=None, codes="int4",
 ):  # fmt: skip
     """Root's term, residual blocks, vocabulary projection and top-k of every head; see the public `heads_topk`."""
     states = _wide(hidden)
@@ -134,13 +137,10 @@ def heads_topk(
         if bias is not None:
             inner = inner + _wide(bias)
         states = states + inner * torch.sigmoid(inner)
+    projection = dequantised(w2, w2_scale, w2_zero, codes, wide=states.dtype).to(states.dtype)
     if gather:
-        w2 = w2[..., token_map, :]
-        w2_scale = None if w2_scale is None else w2_scale[..., token_map]
-    projection = w2.to(states.dtype)
+        projection = projection[..., token_map, :]
     logits = torch.einsum("bkh,vh->bkv" if w2.dim() == 2 else "bkh,kvh->bkv", states, projection)
-    if w2_scale is not None:
-        logits = logits * w2_scale.to(logits.dtype)
     logits = logits / temperature
     if noise is not None:
         logits = logits + (noise if token_map is None else noise[..., token_map])[:, : w1.shape[0]]
@@ -151,11 +151,10 @@ def heads_topk(
 
 def tree_verify(
     hidden, weight, candidates, parents=None,
-    *, temperature=0.0, noise=None, noise_rows=None, want_stats=True, weight_scale=None,
+    *, temperature=0.0, noise=None, noise_rows=None, want_stats=True, weight_scale=None, weight_zero=None, codes="int4",
 ):  # fmt: skip
     """Next token and statistics of every node; see the public `tree_verify`."""
-    if weight_scale is not None:
-        weight = weight * weight_scale[:, None]
+    weight = dequantised(weight, weight_scale, weight_zero, codes, wide=_wide(hidden).dtype)
     logits = _wide(hidden) @ _wide(weight).T
     if temperature > 0:
         logits = logits / temperature
@@ -205,10 +204,14 @@ def kv_compact(kv, cache_lens, path, accept_lens, *, slots=None):
     data[:, :, row, :, target] = data[:, :, row, :, source]
 
 
-def decode_linear(x, weights, biases=None, *, gate=False, residual=None, scales=None, parts=1):
+def decode_linear(
+    x, weights, biases=None, *, gate=False, residual=None, scales=None, parts=1, zeros=None, codes="int4"
+):  # fmt: skip
     """Products with several weights, side by side or one gating the other; see the public `decode_linear`."""
     if scales is not None:
-        weights = [weight * scale[:, None] for weight, scale in zip(weights, scales, strict=True)]
+        of_each = zip(weights, scales, zeros or [None] * len(weights), strict=True)
+        wide = _wide(x).dtype
+        weights = [dequantised(weight, scale, zero, codes, wide=wide) for weight, scale, zero in of_each]
     if parts > 1:
         pieces = zip(*(_wide(tensor).tensor_split(parts, -1) for tensor in (x, *weights)), strict=True)
         return torch.stack([decode_linear(x, w, None if i else biases) for i, (x, *w) in enumerate(pieces)])
@@ -235,8 +238,15 @@ def add_rms_norm(x, delta, weight, eps):
     return total, (_wide(weight) * _wide(normed.to(x.dtype))).to(x.dtype)
 
 
-SLOTS = 25
+SLOTS = 32
 """Tensors that a layer may have, in the order of the enum Slot of csrc/cpu/ops.h."""
+KIND_BITS = 4
+"""Bits of a layer's form that say what a projection's codes stand for, after those of the slots: see `codes_of`."""
+
+
+def codes_of(form: int, projection: int) -> str:
+    """Return what the codes of a layer's projection, 0 (q) to 6 (down), stand for, by its form: see `packed`."""
+    return CODES[form >> SLOTS + KIND_BITS * projection & 2**KIND_BITS - 1]
 
 
 def layers_by(
@@ -249,16 +259,18 @@ def layers_by(
     def normed(x, weight):
         return ops.add_rms_norm(x, None, weight, eps)[1]
 
-    def linear(x, *projections, gate=False, residual=None):
-        matrices, biases, scales = (list(tensors) for tensors in zip(*projections, strict=True))
-        in_int8 = scales if scales[0] is not None else None
-        return ops.decode_linear(x, matrices, biases, gate=gate, residual=residual, scales=in_int8)
+    def linear(x, codes, *projections, gate=False, residual=None):
+        matrices, biases, scales, zeros = (list(tensors) for tensors in zip(*projections, strict=True))
+        of_scales, of_zeros = (given if given[0] is not None else None for given in (scales, zeros))
+        return ops.decode_linear(
+            x, matrices, biases, gate=gate, residual=residual, scales=of_scales, zeros=of_zeros, codes=codes
+        )
 
     for index, form in enumerate(forms):
         own = [next(given) if form >> slot & 1 else None for slot in range(SLOTS)]
         input_norm, post_norm, q_norm, k_norm = own[:4]
-        q_proj, k_proj, v_proj, o_proj, gate, up, down = (own[first : first + 3] for first in range(4, SLOTS, 3))
-        qkv = linear(normed(hidden, input_norm), q_proj, k_proj, v_proj)
+        q_proj, k_proj, v_proj, o_proj, gate, up, down = (own[first : first + 4] for first in range(4, SLOTS, 4))
+        qkv = linear(normed(hidden, input_norm), codes_of(form, 0), q_proj, k_proj, v_proj)
         qkv = qkv.unflatten(2, (qkv.shape[2] // head_dim, head_dim))
         sizes = [qkv.shape[2] - 2 * kv_heads, kv_heads, kv_heads]
         q, k, v = qkv.split(sizes, dim=2)
@@ -270,9 +282,9 @@ def layers_by(
             q, kv[index, 0], kv[index, 1], cache_lens, ancestors, scale=scale, window=windows[index] or None,
             slots=slots,
         )  # fmt: skip
-        hidden = linear(attended.flatten(2), o_proj, residual=hidden)
-        gated = linear(normed(hidden, post_norm), gate, up, gate=True)
-        hidden = linear(gated, down, residual=hidden)
+        hidden = linear(attended.flatten(2), codes_of(form, 3), o_proj, residual=hidden)
+        gated = linear(normed(hidden, post_norm), codes_of(form, 4), gate, up, gate=True)
+        hidden = linear(gated, codes_of(form, 6), down, residual=hidden)
     return normed(hidden, weights[-1])
 
 

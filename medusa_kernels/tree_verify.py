@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from medusa_kernels import _checks, _cpu
+from medusa_kernels import _checks, _cpu, quantised
 from medusa_kernels._registry import register, triton_or
 from medusa_kernels.decode_linear import MOST_ROWS_CPU
 from medusa_kernels.reference import of_nodes, verify_stats
@@ -29,12 +29,15 @@ def tree_verify(
     noise_rows: Tensor | None = None,
     want_stats: bool = True,
     weight_scale: Tensor | None = None,
+    weight_zero: Tensor | None = None,
+    codes: str = "int4",
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Project every node to the vocabulary and keep what verification needs (the paper's section 2.3.1 and 2.1.2).
 
     Args:
         hidden: final hidden states `[B, N, H]`; fp16, bf16 or fp32.
-        weight: the output projection `[V, H]`, dtype of hidden, or int8 with weight_scale.
+        weight: the output projection `[V, H]`, dtype of hidden, or with weight_scale in 8 or 4 bits as
+            `medusa_kernels.quantised` says.
         candidates: int64 `[B, N]`, the token of each node.
         parents: int32 `[N]` or `[B, N]`, the node index of each node's parent, -1 for the root. None: a chain,
             in which the parent of node i is i - 1.
@@ -45,7 +48,9 @@ def tree_verify(
         noise_rows: int32 `[N]` or `[B, N]`, the row of the noise that each node takes. None: R is N, and node i takes
             row i.
         want_stats: whether the three statistics are computed.
-        weight_scale: fp32 `[V]`, the factor of each row of an int8 weight.
+        weight_scale: fp32 `[V]`, the factor of each row of 8-bit numbers, or `[V, H / g]`, that of each group of codes.
+        weight_zero: uint8 `[V, H / g]`, the zero points of int4 codes; None: 8.
+        codes: what 4-bit codes stand for: "int4", "nf4" or "fp4".
 
     Returns:
         next_tokens int64 `[B, N]` (the lowest id on exact ties), and in fp32 `[B, N]`: the log-sum-exp of
@@ -65,12 +70,8 @@ def tree_verify(
     vocabulary = weight.shape[0]
     _checks.require(vocabulary >= 1, "weight", "at least 1 row", vocabulary)
     _checks.dtype("hidden", hidden, *_checks.FLOATS)
-    if weight_scale is None:
-        _checks.match("weight", weight, (vocabulary, size), "hidden", hidden)
-    else:
-        _checks.typed("weight", weight, (vocabulary, size), torch.int8, "hidden", hidden)
-        _checks.typed("weight_scale", weight_scale, (vocabulary,), torch.float32, "hidden", hidden)
-        _checks.contiguous("weight_scale", weight_scale)
+    names = ("weight", "weight_scale", "weight_zero")
+    quantised.check(names, weight, weight_scale, weight_zero, codes, (vocabulary, size), "hidden", hidden)
     _checks.typed("candidates", candidates, (batch, nodes), torch.int64, "hidden", hidden)
     if parents is not None:
         shape = (nodes,) if parents.dim() == 1 else (batch, nodes)
@@ -93,12 +94,14 @@ def tree_verify(
         noise_rows=noise_rows,
         want_stats=want_stats,
         weight_scale=weight_scale,
+        weight_zero=weight_zero,
+        codes=codes,
     )
 
 
 def _linear(
     hidden, weight, candidates, parents=None,
-    *, temperature=0.0, noise=None, noise_rows=None, want_stats=True, weight_scale=None,
+    *, temperature=0.0, noise=None, noise_rows=None, want_stats=True, weight_scale=None, weight_zero=None, codes="int4",
 ):  # fmt: skip
     """Run the op with all logits in memory, on any device. On a CPU the values of the indices are checked."""
     if want_stats and hidden.device.type == "cpu":
@@ -107,9 +110,7 @@ def _linear(
             _in_range("parents", parents, -1, hidden.shape[1])
     if temperature > 0 and noise_rows is not None and hidden.device.type == "cpu":
         _in_range("noise_rows", noise_rows, 0, noise.shape[1])
-    if weight_scale is not None:
-        weight = (weight.float() * weight_scale[:, None]).to(hidden.dtype)
-    logits = linear(hidden, weight)
+    logits = linear(hidden, quantised.dequantised(weight, weight_scale, weight_zero, codes).to(hidden.dtype))
     if temperature > 0:
         logits = logits.float() / temperature
     next_tokens = _argmax(logits if temperature == 0 else logits + of_nodes(noise, noise_rows))
@@ -152,27 +153,30 @@ def _outputs(a: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def _native(
     hidden, weight, candidates, parents=None,
-    *, temperature=0.0, noise=None, noise_rows=None, want_stats=True, weight_scale=None,
+    *, temperature=0.0, noise=None, noise_rows=None, want_stats=True, weight_scale=None, weight_zero=None, codes="int4",
 ):  # fmt: skip
     """Run the op on a CPU: without statistics by the C++ library, which stores no logits."""
     batch, nodes, size = hidden.shape
     rows = batch * nodes
     fits = 0 < rows <= MOST_ROWS_CPU and hidden.dtype in _cpu.ACTIVATIONS and weight.stride(1) == 1
-    if want_stats or not fits:
+    if want_stats or not fits or not _cpu.reads(weight):
         return _linear(
             hidden, weight, candidates, parents, temperature=temperature,
             noise=noise, noise_rows=noise_rows, want_stats=want_stats, weight_scale=weight_scale,
+            weight_zero=weight_zero, codes=codes,
         )  # fmt: skip
     next_tokens = candidates.new_empty(batch, nodes)
     # Tensors are held until the call has returned.
     hidden, drawn = hidden.contiguous(), (None, None, nodes, 0, 0)
+    weight_scale = None if weight_scale is None else weight_scale.float()
     if temperature > 0:
         noise_rows = torch.arange(nodes, dtype=torch.int32) if noise_rows is None else noise_rows.contiguous()
         drawn = noise.contiguous(), noise_rows, nodes, noise.shape[1], (noise_rows.dim() - 1) * nodes
     try:
         _cpu.call(
             "argmax",
-            _cpu.threads(), _cpu.TYPES[hidden.dtype], hidden, rows, size, *_cpu.matrix(weight, scale=weight_scale),
+            _cpu.threads(), _cpu.TYPES[hidden.dtype], hidden, rows, size,
+            *_cpu.matrix(weight, None, weight_scale, weight_zero, codes),
             next_tokens, temperature, *drawn,
         )  # fmt: skip
     except _cpu.OutsideError:

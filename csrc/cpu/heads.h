@@ -67,8 +67,8 @@ Result heads(const Heads& a) {
       for (int64_t i = 0; i < tokens; ++i) prepare<W, A>(input(i / a.batch, i % a.batch), 1, columns, x + i * vectors);
       in_parallel(a.threads, a.heads * chunks, [&](int64_t i) {
         const int64_t head = i / chunks, first = i % chunks * kChunk, rows = least(kChunk, a.width - first);
-        Matrix w{static_cast<const char*>(a.w_root) + head * a.w_root_stride, nullptr, nullptr, a.width,
-                 a.w_root_row_stride, a.type};
+        Matrix w{static_cast<const char*>(a.w_root) + head * a.w_root_stride, nullptr, nullptr, nullptr, a.width,
+                 a.w_root_row_stride, a.type, 0};
         if (block >= 0) {
           w.data = static_cast<const char*>(a.w1) + head * a.w1_stride + block * a.w1_block_stride;
           w.bias = a.b1 == nullptr ? nullptr : static_cast<const T*>(a.b1) + (head * a.blocks + block) * a.width;

@@ -192,10 +192,6 @@ template <class A>
 Result layers(const Layers& a) {
   using T = typename A::T;
   if (a.head_dim > kMaxHead || a.head_dim % 2 != 0) return kUnsupported;
-  for (int64_t index = 0; index < a.count; ++index) {
-    const auto small = [&](Slot slot) { return a.weights[index * kSlots + slot + 2] != nullptr; };
-    if (small(kQ) != small(kK) || small(kQ) != small(kV) || small(kGate) != small(kUp)) return kUnsupported;
-  }
   for (int64_t i = 0; i < a.batch * a.nodes; ++i) {
     const int64_t b = i / a.nodes, length = a.cache_lens[b], position = length + a.depths[b * a.depths_stride + i % a.nodes];
     if (length < 0 || length + a.nodes > a.rows || position < 0 || position >= a.table_rows) return kOutside;
@@ -222,9 +218,10 @@ Result layers(const Layers& a) {
   for (int64_t index = 0; index < a.count; ++index) {
     const void* const* weights = a.weights + index * kSlots;
     const auto of = [&](Slot slot, int64_t rows, int64_t columns) {
-      const bool small = weights[slot + 2] != nullptr;
-      return Matrix{weights[slot], static_cast<const float*>(weights[slot + 2]), weights[slot + 1], rows,
-                    columns * int64_t(small ? 1 : sizeof(T)), small ? int64_t(kInt8) : a.type};
+      const int64_t* kind = a.kinds + 2 * (index * 7 + (slot - kQ) / 4);
+      return Matrix{weights[slot], static_cast<const float*>(weights[slot + 2]),
+                    static_cast<const uint8_t*>(weights[slot + 3]), weights[slot + 1], rows,
+                    row_bytes(kind[0], columns), kind[0], kind[1]};
     };
     norm(weights[kInputNorm]);
     if (!project(normed, a.width, nullptr, qkv, false, of(kQ, attended, a.width), of(kK, kv_width, a.width),

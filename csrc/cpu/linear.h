@@ -11,6 +11,11 @@ constexpr int kTileRows = 4, kTileTokens = 6;
 constexpr int kTileRows = 4, kTileTokens = 2;
 #endif
 
+// Bytes of a row of a contiguous weight.
+inline int64_t row_bytes(int64_t type, int64_t columns) {
+  return type == kFloat32 ? 4 * columns : type == kBFloat16 ? 2 * columns : type >= kInt4 ? columns / 2 : columns;
+}
+
 // Weights of one type. `kParts` vectors of tokens meet one step of `kStep` columns; tokens are `prepared` in that order.
 struct Float32Weight {
   using T = float;

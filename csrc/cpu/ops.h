@@ -8,16 +8,19 @@
 
 namespace medusa {
 
-enum Type : int64_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2 };
+// What numbers are stored as. Two codes of 4 bits lie in a byte: see medusa_kernels/quantised.py.
+enum Type : int64_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kFloat8 = 3, kInt4 = 4, kNf4 = 5, kFp4 = 6 };
 
 // A weight [rows, columns] of a projection: a row's elements are adjacent, rows are `stride` bytes apart.
 struct Matrix {
   const void* data;
-  const float* scale;  // of each row; for kInt8 only
-  const void* bias;    // [rows] in the type of the activations, or null
+  const float* scale;   // of 8-bit numbers [rows], of 4-bit codes [rows, columns / group], else null
+  const uint8_t* zero;  // of kInt4 [rows, columns / group], or null: 8
+  const void* bias;     // [rows] in the type of the activations, or null
   int64_t rows;
   int64_t stride;
   int64_t type;
+  int64_t group;  // columns of a group of 4-bit codes
 };
 
 // decode_linear: x [tokens, columns] times 1 to 3 weights.
@@ -33,11 +36,11 @@ struct Linear {
   Matrix weights[3];
 };
 
-// Where a layer's weights are in its row of pointers; all are contiguous. Of a projection, the weight, its bias and its
-// scale follow each other. Missing ones are null; a projection with a scale is kInt8. The same order as in
-// `packed` of medusa_kernels/decoder_layers.py.
-enum Slot : int64_t { kInputNorm, kPostNorm, kQNorm, kKNorm, kQ, kK = kQ + 3, kV = kK + 3, kO = kV + 3, kGate = kO + 3,
-                      kUp = kGate + 3, kDown = kUp + 3, kSlots = kDown + 3 };
+// Where a layer's weights are in its row of pointers; all are contiguous. Of a projection, the weight, its bias, its
+// scale and its zero points follow each other. Missing ones are null. The same order as in `packed` of
+// medusa_kernels/decoder_layers.py.
+enum Slot : int64_t { kInputNorm, kPostNorm, kQNorm, kKNorm, kQ, kK = kQ + 4, kV = kK + 4, kO = kV + 4, kGate = kO + 4,
+                      kUp = kGate + 4, kDown = kUp + 4, kSlots = kDown + 4 };
 
 // decoder_layers: hidden [batch, nodes, width] through all layers and the final norm; appends to the cache.
 struct Layers {
@@ -60,6 +63,7 @@ struct Layers {
   double eps, scale;
   int64_t count;
   const void* const* weights;  // [layers, kSlots]
+  const int64_t* kinds;        // [layers, 7, 2], the type and the group of each projection
   const int64_t* windows;      // [layers], sliding windows in positions, 0 for none
 
   int64_t slot(int64_t b) const { return slots == nullptr ? b : slots[b]; }
@@ -79,8 +83,9 @@ struct Heads {
   int64_t root_width, w_root_stride, w_root_row_stride;
   const void* w2;  // with w2_stride [heads, rows, width], else [rows, width]
   int64_t w2_stride, w2_row_stride, w2_type;
-  const float* w2_scale;
-  int64_t scale_stride;
+  const float* w2_scale;   // as in Matrix, scale_stride apart for each head
+  const uint8_t* w2_zero;
+  int64_t scale_stride, w2_group;
   const int64_t* token_map;  // [vocabulary] or null
   int64_t gather;
   double temperature;

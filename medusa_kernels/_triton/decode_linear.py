@@ -136,11 +136,15 @@ def _decode_linear_kernel(
     tl.store(out + o_r.to(tl.int64) * width + first + o_c, b_acc.to(out.dtype.element_ty), mask=m_out)
 
 
-def decode_linear(x, weights, biases=None, *, gate=False, residual=None, scales=None, parts=1):
-    """Launch the kernel, or PyTorch's matrix products for many rows and for int8; see the public `decode_linear`."""
+def decode_linear(
+    x, weights, biases=None, *, gate=False, residual=None, scales=None, parts=1, zeros=None, codes="int4"
+):  # fmt: skip
+    """Launch the kernel, or PyTorch's products for many rows and 4 and 8 bits; see the public `decode_linear`."""
     size, features = x.shape[-1], [weight.shape[0] for weight in weights]
     if x.numel() > MOST_ROWS * size or scales is not None:
-        return with_linear(x, weights, biases, gate=gate, residual=residual, scales=scales, parts=parts)
+        return with_linear(
+            x, weights, biases, gate=gate, residual=residual, scales=scales, parts=parts, zeros=zeros, codes=codes
+        )
     width = features[0] if gate else sum(features)
     shape = (*x.shape[:-1], width)
     out = x.new_empty(shape) if parts == 1 else x.new_empty(parts, *shape, dtype=torch.float32)

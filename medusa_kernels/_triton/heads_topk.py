@@ -32,6 +32,7 @@ from medusa_kernels._triton.streaming import (
 )
 from medusa_kernels._triton.topk import NO_KEY, NO_ORDER, empty_topk, merge_topk, merge_topk_of_tile
 from medusa_kernels.heads_topk import residual_blocks
+from medusa_kernels.quantised import dequantised
 
 MERGE = Warps(num_warps=4, num_stages=3)
 
@@ -251,8 +252,11 @@ def rows_first(tensor: Tensor) -> Tensor:
 def heads_topk(
     hidden, w1, b1, w2, k,
     *, w2_scale=None, token_map=None, gather=False, root=None, w_root=None, temperature=1.0, noise=None,
+    w2_zero=None, codes="int4",
 ):  # fmt: skip
-    """Launch the kernels; see the public `heads_topk`."""
+    """Launch the kernels, with 4-bit codes in the dtype of hidden; see the public `heads_topk`."""
+    if w2.dtype == torch.uint8:
+        w2, w2_scale = dequantised(w2, w2_scale, w2_zero, codes).to(hidden.dtype), None
     with on_device(hidden):
         states = hidden if root is None else _states(root, hidden, w_root, None, hidden.dtype, activate=False)
         *before, (weight, bias) = residual_blocks(w1, b1)

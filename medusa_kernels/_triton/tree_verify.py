@@ -33,6 +33,7 @@ from medusa_kernels._triton.streaming import (
     wide,
 )
 from medusa_kernels._triton.tree_verify_configs import configuration
+from medusa_kernels.quantised import dequantised
 
 MERGE = Warps(num_warps=4, num_stages=3)
 LOWEST_KEY = tl.constexpr(-(2**63))
@@ -241,11 +242,11 @@ def likeliest(hidden: Tensor, weight: Tensor) -> Tensor:
 
 def tree_verify(
     hidden, weight, candidates, parents=None,
-    *, temperature=0.0, noise=None, noise_rows=None, want_stats=True, weight_scale=None,
+    *, temperature=0.0, noise=None, noise_rows=None, want_stats=True, weight_scale=None, weight_zero=None, codes="int4",
 ):  # fmt: skip
-    """Launch both kernels, with an int8 weight in the dtype of hidden; see the public `tree_verify`."""
+    """Launch both kernels, with a weight in 4 or 8 bits in the dtype of hidden; see the public `tree_verify`."""
     if weight_scale is not None:
-        weight = (weight.float() * weight_scale[:, None]).to(hidden.dtype)
+        weight = dequantised(weight, weight_scale, weight_zero, codes).to(hidden.dtype)
     batch, nodes, size = hidden.shape
     vocabulary, rows = weight.shape[0], batch * nodes
     if rows >= PRODUCT_ROWS and hidden.dtype.itemsize == 2 and temperature == 0 and not want_stats:

@@ -388,7 +388,7 @@ BAD = {
     "w2-heads": ({"w2": torch.zeros(2, 9, 4)}, "w2: expected shape"),
     "k-vocabulary": ({"k": 10}, "k: expected 1 to 9, got 10"),
     "k-most": ({"k": 33, "w2": torch.zeros(40, 4)}, "k: expected 1 to 32, got 33"),
-    "w2_scale-missing": ({"w2": torch.zeros(9, 4, dtype=torch.int8)}, "w2_scale: expected one scale per row"),
+    "w2_scale-missing": ({"w2": torch.zeros(9, 4, dtype=torch.int8)}, "w2_scale: expected scales for weights"),
     "token_map-shape": ({"token_map": torch.zeros(8, dtype=torch.int64)}, "token_map: expected shape"),
     "gather-map": ({"gather": True}, "token_map: expected the rows to gather, got None"),
     "gather-k": ({"gather": True, "token_map": torch.tensor([3]), "k": 2}, "k: expected 1 to 1, got 2"),

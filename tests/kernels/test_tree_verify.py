@@ -381,7 +381,7 @@ def test_int8_weights_are_scaled(device: str, nodes: int, want_stats: bool) -> N
     assert found[0].tolist() == logits.argmax(-1).tolist()
     if want_stats:
         torch.testing.assert_close(found[1].double().cpu(), logits.logsumexp(-1), rtol=1e-5, atol=1e-5)
-    with pytest.raises(ValueError, match="weight: expected dtype int8, got float32"):
+    with pytest.raises(ValueError, match="weight: expected dtype int8 or float8_e4m3fn or uint8, got float32"):
         tree_verify(**(case | {"weight": values.float().to(device)}), weight_scale=scale.to(device))
     with pytest.raises(ValueError, match="weight_scale: expected shape"):
         tree_verify(**case, weight_scale=scale[1:].to(device))

@@ -1,0 +1,120 @@
+"""Weights in 4 and 8 bits: how their numbers are stored, for the ops that read them as they are.
+
+A weight `[N, K]` is stored as one of
+
+* int8 or float8_e4m3fn `[N, K]` with a scale per row, fp32 `[N]`: an element is the number times the scale;
+* uint8 `[N, K / 2]` of two 4-bit codes each, with a scale per group of g columns, fp32, fp16 or bf16 `[N, K / g]`:
+  an element is the code's value times the scale. g is a multiple of 16 that divides K.
+
+What a code stands for is named:
+
+* `"int4"`: the code less a zero point, which is 8, or uint8 `[N, K / g]` of 0 to 16. Column 2j is in the lower half of
+  byte j, as compressed-tensors packs it.
+* `"nf4"`, `"fp4"`: its place in a table (QLoRA, arXiv:2305.14314, appendix E, and bitsandbytes). Column 2j is in the
+  upper half of byte j, as bitsandbytes packs it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from medusa_kernels import _checks
+
+CODES = ("int4", "nf4", "fp4")
+NF4 = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
+FP4 = tuple(sign * value / 12 for sign in (1, -1) for value in (0, 0.0625, 8, 12, 4, 6, 2, 3))
+TABLES = {"nf4": NF4, "fp4": FP4}
+MIDDLE = 8
+"""The zero point of int4 codes without zero points."""
+LARGEST_ZERO = 16
+"""The largest zero point: GPTQ stores it less 1."""
+GROUP_MULTIPLE = 16
+
+BYTES = (torch.int8, torch.float8_e4m3fn)
+"""The dtypes of weights with a scale per row."""
+
+
+def columns(weight: Tensor) -> int:
+    """Return K, the columns of a weight `[N, K]`, or of the one that 4-bit codes `[N, K / 2]` stand for."""
+    return weight.shape[-1] * (2 if weight.dtype == torch.uint8 else 1)
+
+
+def group_size(weight: Tensor, scale: Tensor | None) -> int:
+    """Return g, the columns of a group of 4-bit codes; 0 for other weights."""
+    return columns(weight) // scale.shape[-1] if scale is not None and weight.dtype == torch.uint8 else 0
+
+
+def check(
+    names: tuple[str, str, str], weight: Tensor, scale: Tensor | None, zero: Tensor | None, codes: str,
+    shape: _checks.Shape, like: str, other: Tensor,
+) -> None:  # fmt: skip
+    """Check a weight that stands for `shape`, `[..., N, K]`, beside activations `other`, named `like`.
+
+    Raises:
+        ValueError: a wrong shape, dtype, device or layout, or unknown codes. The message has the one of `names` for the
+            weight, its scale or its zero points.
+    """
+    *outer, size = shape
+    name, of_scale, of_zero = names
+    _checks.require(codes in CODES, "codes", " or ".join(CODES), codes)
+    if scale is None:
+        _checks.require(zero is None, of_zero, "None without a scale", "zero points")
+        _checks.match(name, weight, shape, like, other)
+        return
+    _checks.dtype(name, weight, *BYTES, torch.uint8)
+    _checks.same_device(name, weight, like, other)
+    _checks.same_device(of_scale, scale, like, other)
+    _checks.contiguous(of_scale, scale)
+    if weight.dtype != torch.uint8:
+        _checks.shape(name, weight, shape)
+        _checks.typed(of_scale, scale, weight.shape[:-1], torch.float32, like, other)
+        _checks.require(zero is None, of_zero, "None with a scale per row", "zero points")
+        return
+    assert isinstance(size, int)
+    _checks.shape(name, weight, (*outer, size // 2))
+    _checks.shape(of_scale, scale, (*weight.shape[:-1], "K / g"))
+    _checks.dtype(of_scale, scale, *_checks.FLOATS)
+    groups = scale.shape[-1]
+    fits = groups >= 1 and size % groups == 0 and size // max(groups, 1) % GROUP_MULTIPLE == 0
+    expected = f"groups of a multiple of {GROUP_MULTIPLE} of the {size} columns"
+    _checks.require(fits, of_scale, expected, f"{groups} groups")
+    if zero is not None:
+        _checks.require(codes == "int4", of_zero, f"None with {codes}", "zero points")
+        _checks.typed(of_zero, zero, scale.shape, torch.uint8, like, other)
+        _checks.contiguous(of_zero, zero)
+
+
+def values(weight: Tensor, codes: str) -> Tensor:
+    """Return what 4-bit codes `[..., K / 2]` stand for before zero points and scales: fp32 `[..., K]`."""
+    low, high = weight & 15, weight >> 4
+    numbers = torch.stack((low, high) if codes == "int4" else (high, low), -1).flatten(-2)
+    if codes == "int4":
+        return numbers.float()
+    return torch.tensor(TABLES[codes], device=weight.device)[numbers.int()]
+
+
+def dequantised(
+    weight: Tensor, scale: Tensor | None, zero: Tensor | None = None, codes: str = "int4", *,
+    wide: torch.dtype = torch.float32,
+) -> Tensor:  # fmt: skip
+    """Return the numbers `[..., N, K]` that a weight stands for, in dtype `wide`; the weight itself without a scale."""
+    if scale is None:
+        return weight
+    scale = scale.to(wide)[..., None]
+    if weight.dtype != torch.uint8:
+        return weight.to(wide) * scale
+    numbers = values(weight, codes).to(wide).unflatten(-1, (scale.shape[-2], -1))
+    if codes == "int4":
+        numbers = numbers - (MIDDLE if zero is None else zero.to(wide)[..., None])
+    return (numbers * scale).flatten(-2)
+
+
+def pack(numbers: Tensor, codes: str = "int4") -> Tensor:
+    """Return 4-bit codes `[..., K]`, integers of 0 to 15, as uint8 `[..., K / 2]`."""
+    even, odd = numbers.to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
+    return even | odd << 4 if codes == "int4" else even << 4 | odd
