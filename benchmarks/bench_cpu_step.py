@@ -6,10 +6,10 @@ All ways of one model and dtype run in turn within this process, some steps at a
 random, so hardly any draft token is accepted: this is the cost of a step, not its acceptance length. A ratio is the
 median over the rounds of a way's time over that of the same way's plain step in the same round. Bytes are counted as in
 bench_step. "int8" has torchao's int8 weights in the layers and lm_head in bf16, as transformers quantises by default;
-"int8-all" has an int8 lm_head as well. Activations are in bf16 in both.
+"int8-all" has an int8 lm_head as well; "int4" has both in torchao's int4 of groups of 32. Activations are in bf16.
 
-llama.cpp takes part if `llama_cpp` and `gguf` can be imported, on the same weights (Q8_0 for int8). Its times are those
-of decoding 1 to 32 tokens of one sequence, without choosing the next token.
+llama.cpp takes part if `llama_cpp` and `gguf` can be imported, on the same weights (Q8_0 for int8, Q4_0 for int4). Its
+times are those of decoding 1 to 32 tokens of one sequence, without choosing the next token.
 """
 
 from __future__ import annotations
@@ -37,15 +37,17 @@ from medusa_decoding.trees.tree import Tree
 
 CPU = torch.device("cpu")
 MODELS = ("Llama-127M", "Llama-254M")
-# Dtype of the activations, and what is quantised: nothing, the layers, or all projections.
+# Dtype of the activations, and what is quantised: nothing, the layers, all projections, or all of them in int4.
 DTYPES = {
     "bf16": (torch.bfloat16, ""),
     "fp32": (torch.float32, ""),
     "int8": (torch.bfloat16, "layers"),
     "int8-all": (torch.bfloat16, "all"),
+    "int4": (torch.bfloat16, "int4"),
 }
 # What llama.cpp has them in: the layers' projections, and lm_head.
-GGUF = {"bf16": ("BF16", "BF16"), "fp32": ("F32", "F32"), "int8": ("Q8_0", "BF16"), "int8-all": ("Q8_0", "Q8_0")}
+GGUF = {"bf16": ("BF16", "BF16"), "fp32": ("F32", "F32"), "int8": ("Q8_0", "BF16"), "int8-all": ("Q8_0", "Q8_0"),
+        "int4": ("Q4_0", "Q4_0")}  # fmt: skip
 WAYS = ("eager", "compiled", "transformers-eager", "transformers-compiled", "llama.cpp")
 STEPS = 3
 """Timed steps of a way in each round, after one that is not timed: it finds another way's weights in the cache."""
@@ -58,11 +60,20 @@ def build_base(model: str, dtype: str) -> Any:
     """Make a model with random weights, the same in every call."""
     activations, quantised = DTYPES[dtype]
     base = build(model, CPU, activations)
-    if quantised:
-        from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
-        quantize_(base if quantised == "all" else base.model, Int8WeightOnlyConfig())
+    quantise(base, quantised)
     return base
+
+
+def quantise(base: Any, quantised: str) -> None:
+    """Quantise a model in place, as an entry of `DTYPES` says; in int4 with the group size of Q4_0."""
+    if not quantised:
+        return
+    from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup, quantize_
+
+    if quantised == "int4":
+        quantize_(base, IntxWeightOnlyConfig(torch.int4, PerGroup(32)))
+    else:
+        quantize_(base if quantised == "all" else base.model, Int8WeightOnlyConfig())
 
 
 def turn(run: Call, reset: Call) -> Turn:

@@ -8,10 +8,11 @@ spread evenly over the file. Each is answered greedily in every dtype by every w
 one is; the second turn follows the plain loop's first answer in the first dtype. All ways have the same number of
 threads. Prefill is included in all times.
 
-"int8" is torchao's `Int8WeightOnlyConfig` in the layers, with bfloat16 around them, and Q8_0 in llama.cpp. llama.cpp
-reads the weights of the GGUF file in the dtype's type ("llama.cpp"), and the file as it is ("given/llama.cpp"). It runs
-in `--llama`, an interpreter that has the package xllamacpp. Ways that draft have what is best of some settings for
-prompts that are not measured: the length of a copy, the nodes of the tree.
+"int8" is torchao's `Int8WeightOnlyConfig` in the layers, with bfloat16 around them, and Q8_0 in llama.cpp. "int4" is
+`IntxWeightOnlyConfig` in groups of 32 in the layers and lm_head, and Q4_0 in llama.cpp. llama.cpp reads the weights of
+the GGUF file in the dtype's type ("llama.cpp"), and the file as it is ("given/llama.cpp"). It runs in `--llama`, an
+interpreter that has the package xllamacpp. Ways that draft have what is best of some settings for prompts that are not
+measured: the length of a copy, the nodes of the tree.
 
 Every answer is a line of raw.jsonl in `--out`: after an interruption, or `--minutes`, the same command continues. What
 the lines say is in summary.json: tokens per second of each set and category over those of other ways (95 % bootstrap
@@ -48,7 +49,7 @@ from benchmarks import harness, llama_cpp_server, plot
 from benchmarks.ablations import figure_5, measuring, setup
 from benchmarks.ablations.measuring import Written
 from benchmarks.ablations.setup import Asked, Bench
-from benchmarks.bench_cpu_step import DTYPES, GGUF
+from benchmarks.bench_cpu_step import DTYPES, GGUF, quantise
 from benchmarks.bench_models import compiled
 from medusa_decoding.checkpoints import pretrained
 from medusa_decoding.checkpoints.accuracies import find_accuracies
@@ -205,10 +206,7 @@ def loaded(args: argparse.Namespace) -> Iterator[dict[str, Side]]:
             own = copy.deepcopy(base)
             for weight in own.parameters():  # buffers stay in float32, as they are when a model is loaded
                 weight.data = weight.data.to(activations)
-            if quantised:
-                from torchao.quantization import Int8WeightOnlyConfig, quantize_
-
-                quantize_(own if quantised == "all" else own.model, Int8WeightOnlyConfig())
+            quantise(own, quantised)
             model = MedusaModel.from_pretrained(args.heads, own) if args.heads else MedusaModel(own)
             stack.enter_context(model)
             conversations = Conversations(model, tokenizer)
