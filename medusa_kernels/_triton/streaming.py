@@ -179,6 +179,23 @@ INT8_TO_FP16 = tl.constexpr("""
 """Convert four int8 numbers in $2 to fp16 in $0 and $1. A byte with its sign bit flipped is the number plus 128; below
 an upper byte of 0x64 it is that plus 1024 in fp16. 0x6480 is 1152, and the difference is exact."""
 
+INT8_TO_BF16 = tl.constexpr("""
+{
+    .reg .b32 less, minus;
+    mov.b32 minus, 0xbf80bf80;
+    prmt.b32 $0, $2, 0x43434343, 0x4140;
+    and.b32 less, $0, 0xff80ff80;
+    and.b32 $0, $0, 0xff7fff7f;
+    fma.rn.bf16x2 $0, less, minus, $0;
+    prmt.b32 $1, $2, 0x43434343, 0x4342;
+    and.b32 less, $1, 0xff80ff80;
+    and.b32 $1, $1, 0xff7fff7f;
+    fma.rn.bf16x2 $1, less, minus, $1;
+}
+""")
+"""The same to bf16. The lower seven bits below 0x43 are 128 plus their number, the sign bit below 0x43 is 128 or 256;
+the difference is exact."""
+
 E4M3_TO_FP16 = tl.constexpr("""
 {
     .reg .b32 low, high, low_sign, high_sign;
@@ -196,12 +213,16 @@ E4M3_TO_FP16 = tl.constexpr("""
 
 
 @triton.jit
-def decode_int8(b_weights):
-    """Return int8 numbers in fp16, exactly. Compiled, four are converted at once, without conversion instructions."""
-    if COMPILED:
-        return tl.inline_asm_elementwise(INT8_TO_FP16, "=r,=r,r", [b_weights], dtype=tl.float16, is_pure=True, pack=4)
+def decode_int8(b_weights, DTYPE: tl.constexpr = tl.float16):
+    """Return int8 numbers in fp16 or bf16, exactly. Compiled, four are converted without conversion instructions."""
+    if not COMPILED:
+        return b_weights.to(tl.float32).to(DTYPE)
+    elif DTYPE.is_bf16():
+        return tl.inline_asm_elementwise(
+            INT8_TO_BF16, "=&r,=&r,r", [b_weights], dtype=tl.bfloat16, is_pure=True, pack=4
+        )
     else:
-        return b_weights.to(tl.float16)
+        return tl.inline_asm_elementwise(INT8_TO_FP16, "=r,=r,r", [b_weights], dtype=tl.float16, is_pure=True, pack=4)
 
 
 @triton.jit
