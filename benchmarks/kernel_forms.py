@@ -374,6 +374,20 @@ def _decode_linear(device: Device) -> Iterator[Specialisation]:
         yield _linear_form(device, bf16, rows, features, parts=parts, bias=len(features) > 1)
     yield _linear_form(device, fp16, 64, (4096,), size=11024, parts=3)
     yield _linear_form(device, fp32, 64, (4096,), parts=2)
+    # Llama-3-8B's in 4 bits, and one form of each other kind of weight.
+    for rows, features, size in itertools.product((16, 32, 64), ((4096, 1024, 1024), (4096,)), (4096, 14336)):
+        if len(features) == 1 or size == 4096:
+            parts = best_parts(device, bf16, rows, sum(features), size, 4, 128)
+            yield _linear_form(device, bf16, rows, features, size=size, parts=parts, stored=("int4", 128))
+    for rows in (16, 32, 64):
+        yield _linear_form(device, bf16, rows, (14336, 14336), gate=True, stored=("int4", 128))
+    for dtype, gate in itertools.product((bf16, fp16), (False, True)):
+        for kind in (("int4", 32, True), ("nf4", 64), ("int4", 4096), ("int8", 0), ("e4m3", 0)):
+            if dtype == bf16 or kind[0] == "nf4":
+                features = (14336, 14336) if gate else (28672,)
+                yield _linear_form(device, dtype, 64, features, gate=gate, stored=kind)
+    yield _linear_form(device, bf16, 16, (4096,), stored=("int4", 16, True))
+    yield _linear_form(device, fp32, 64, (4096,), stored=("fp4", 64))
     if not device.hopper:
         # Which tile is chosen depends on the number of multiprocessors.
         for rows, gate in itertools.product((16, 32, MOST_ROWS), (False, True)):
@@ -383,32 +397,43 @@ def _decode_linear(device: Device) -> Iterator[Specialisation]:
 
 def _linear_form(
     device, dtype, rows, features,
-    *, gate=False, bias=False, residual=False, size=4096, elements=VECTOR, config=None, parts=1,
+    *, gate=False, bias=False, residual=False, size=4096, elements=VECTOR, config=None, parts=1, stored=(),
 ):  # fmt: skip
-    """Describe one compiled form whose strides are multiples of `elements`; the configuration may be given."""
+    """Describe one compiled form whose strides are multiples of `elements`; the configuration may be given.
+
+    `stored`: of weights in 4 and 8 bits the form, the columns of a group, and whether there are zero points.
+    """
+    form, group, *zeros = stored or ("", 0)
+    bits = 4 if group else 8 if stored else 0
     config = config or decode_linear.configuration(
-        device, dtype, rows, sum(features), size, gate, vectors=elements == VECTOR, parts=parts
+        device, dtype, rows, sum(features), size, gate, vectors=elements == VECTOR, parts=parts, bits=bits, group=group
     )
     kind, pdl, even = TRITON_TYPES[dtype], has_programmatic(device), size % config.block_k == 0
-    chosen = config in choices(device, dtype, config.block_m, gate)
-    ahead = decode_linear.prefetched(config, dtype, size, parts) if pdl and elements == VECTOR else 0
+    chosen = config in choices(device, dtype, config.block_m, gate) or (stored and dtype != torch.float32)
+    ahead = decode_linear.prefetched(config, dtype, size, parts, bits) if pdl and elements == VECTOR else 0
     words = (
-        "decode_linear", kind, "gated" if gate else f"{len(features)} of {sum(features)}",
+        "decode_linear", kind, f"x {form}" + f" g{group}" * (group > 0) + " zeros" * bool(zeros) if stored else "",
+        "gated" if gate else f"{len(features)} of {sum(features)}",
         f"{'swapped ' if config.swap else ''}{config.block_m}x{config.block_n}x{config.block_k}",
         f"{parts} parts" * (parts > 1), "bias" * bias, "residual" * residual, "pdl" * pdl, "" if even else "masked",
         "" if elements == VECTOR else f"unit{elements}",
     )  # fmt: skip
-    integers = [
-        n for n in decode_linear._decode_linear_kernel.arg_names if n.startswith(("size", "features", "stride"))
-    ]
-    held = programs(config, device, dtype, gate)
+    kernel = decode_linear._stored_linear_kernel if stored else decode_linear._decode_linear_kernel
+    integers = [n for n in kernel.arg_names if n.startswith(("size", "features", "stride"))]
+    held = programs(config, device, dtype, gate, bits)
+    types = {"x w0 w1 w2 b0 b1 b2 residual": f"*{kind}", "out": f"*{kind if parts == 1 else 'fp32'}"}
+    constants = {}
+    if stored:
+        types |= {"w0 w1 w2": "*i8" if form == "int8" else "*u8", "s0 s1 s2": "*fp32"}
+        types["z0 z1 z2"] = "*u8" if zeros else "*fp32"
+        constants = decode_linear.stored_constants(form, dtype, size, group, bool(zeros))
     found = specialise(
         " ".join(word for word in words if word),
-        decode_linear._decode_linear_kernel,
-        {"x w0 w1 w2 b0 b1 b2 residual": f"*{kind}", "out": f"*{kind if parts == 1 else 'fp32'}"},
+        kernel,
+        types,
         {"COUNT": len(features), "PARTS": parts, "GATE": gate, "HAS_BIAS": bias, "HAS_RESIDUAL": residual,
          "EVEN_K": even, "SWAP": config.swap, "PDL": pdl, "EARLY": pdl, "PREFETCH": ahead,
-         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k},
+         "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, **constants},
         config,
         aligned=tuple(integers) if elements == VECTOR else (),
         programs=held if chosen else 0,

@@ -103,7 +103,7 @@ def decode_linear(
     )  # fmt: skip
 
 
-def linear_parts(x: Tensor, out_features: int) -> int:
+def linear_parts(x: Tensor, out_features: int, weight: Tensor | None = None, scale: Tensor | None = None) -> int:
     """Return into how many parts `decode_linear` best divides the columns for weights of `out_features` rows in all.
 
     Only the Triton kernel gains by it, on 16-bit rows up to 64: the programs of a narrow weight are then enough to fill
@@ -112,12 +112,14 @@ def linear_parts(x: Tensor, out_features: int) -> int:
     Args:
         x: `[..., K]`, as for `decode_linear`.
         out_features: rows of the weights.
+        weight: one of the weights, in 4 or 8 bits; None: they are in the dtype of x.
+        scale: its scales, as for `decode_linear`.
     """
     if served_by("decode_linear", x.device).name != "triton":
         return 1
     from medusa_kernels._triton.decode_linear import linear_parts as best  # needs triton
 
-    return best(x, out_features)
+    return best(x, out_features, weight, scale)
 
 
 def with_linear(

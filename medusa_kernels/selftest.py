@@ -130,6 +130,9 @@ def _decode_linear(generator: torch.Generator) -> Iterator[Case]:
     yield (x, weights[::2]), {"gate": True}
     yield (x, weights[1:2]), {"residual": torch.randn(5, 33, generator=generator)}
     yield (x, weights, [bias, None, None]), {"parts": 2}
+    codes = torch.randint(256, (70, 48), generator=generator, dtype=torch.uint8)
+    scales = [torch.rand(70, 3, generator=generator) / 10]
+    yield (x, [codes]), {"scales": scales, "zeros": [codes[:, :3].contiguous() % 17]}
 
 
 def _decoder_layers(generator: torch.Generator) -> Iterator[Case]:

@@ -49,9 +49,10 @@ class Config:
     num_warps: int
     num_stages: int
 
-    def stage_bytes(self, dtype: torch.dtype, gate: bool) -> int:
-        """Return the bytes of shared memory per step."""
-        return (self.block_m + self.block_n * (2 if gate else 1)) * self.block_k * dtype.itemsize
+    def stage_bytes(self, dtype: torch.dtype, gate: bool, bits: int = 0) -> int:
+        """Return the bytes of shared memory per step; `bits` of a weight, 0: those of the dtype."""
+        bits, weights = bits or 8 * dtype.itemsize, self.block_n * (2 if gate else 1)
+        return (self.block_m * dtype.itemsize * 8 + weights * bits) * self.block_k // 8
 
 
 def configuration(
@@ -64,53 +65,68 @@ def configuration(
     *,
     vectors: bool = True,
     parts: int = 1,
+    bits: int = 0,
+    group: int = 0,
 ) -> Config:
     """Choose how weights with `out_features` rows in all and `in_features` columns are streamed past 1 to 64 rows of x.
 
     `gate`: whether programs have two accumulators; `vectors`: whether 16 bytes can be loaded at once; `parts`: into how
-    many the columns are divided.
+    many the columns are divided; `bits` of a weight, 0: those of the dtype; `group`: columns with a scale of their own.
     """
     m = min(MOST_ROWS, max(16, triton.next_power_of_2(rows)))
     if dtype == torch.float32:
         # A step is also how long a chain of additions gets. Two accumulators of 64 rows spill in 4 warps.
-        return Config(False, m, 32, 16, 8 if gate and m == MOST_ROWS else 4, 2)
-    if not vectors:
+        return Config(False, m, 32, 32 if bits == 4 else 16, 8 if gate and m == MOST_ROWS else 4, 2)
+    if not vectors or scales_weights(dtype, group):
         return Config(False, m, 32, 32, 4, 2)
-    if device.hopper and parts == 1:
+    if device.hopper and parts == 1 and not bits:
         return _fitting(_on_hopper(device, m, out_features, gate), device, dtype, gate)
 
     def rank(config: Config) -> tuple[float, float, int]:
         # Of equal times the one that leaves least idle, then the one with the most programs per multiprocessor.
-        held = programs(config, device, dtype, gate)
+        held = programs(config, device, dtype, gate, bits)
         count = -(-out_features // (config.block_n * (1 + gate))) * parts
-        time = _time(config, device, dtype, out_features, in_features, gate, parts)
+        time = _time(config, device, dtype, out_features, in_features, gate, parts, bits)
         return time, device.idle(count, held), -held
 
+    if bits:
+        return min(stored_choices(device, dtype, m, gate, bits, group), key=rank)
     config = min(choices(device, dtype, m, gate), key=rank)
     return replace(config, num_warps=2) if TWO_WARPS and m == 16 and device.capability < (9, 0) else config
 
 
-def best_parts(device: Device, dtype: torch.dtype, rows: int, out_features: int, in_features: int) -> int:
+def scales_weights(dtype: torch.dtype, group: int) -> bool:
+    """Return whether scales are multiplied into 4-bit weights, not into sums: those of fp32, and of short groups."""
+    return group > 0 and (dtype == torch.float32 or group % 32 != 0)
+
+
+def best_parts(
+    device: Device, dtype: torch.dtype, rows: int, out_features: int, in_features: int, bits: int = 0, group: int = 0
+) -> int:
     """Return into how many parts the columns of weights are best divided, by the same model of the time.
 
     fp32 products are sums of short chains already, and are not divided.
     """
     if not SPLIT_K or dtype == torch.float32 or rows > MOST_ROWS:
         return 1
-    return _best_parts(device, dtype, rows, out_features, in_features, needed_in_flight(device))
+    return _best_parts(device, dtype, rows, out_features, in_features, bits, group, needed_in_flight(device))
 
 
 @functools.cache
-def _best_parts(device: Device, dtype: torch.dtype, rows: int, out_features: int, in_features: int, _: float) -> int:
+def _best_parts(
+    device: Device, dtype: torch.dtype, rows: int, out_features: int, in_features: int, bits: int, group: int, _: float
+) -> int:
     # The last argument is a setting that `_time` reads: what is remembered must not outlive it.
     def time(parts: int) -> float:
-        config = configuration(device, dtype, rows, out_features, in_features, False, parts=parts)
-        idle = device.idle(-(-out_features // config.block_n) * parts, programs(config, device, dtype, False))
+        config = configuration(
+            device, dtype, rows, out_features, in_features, False, parts=parts, bits=bits, group=group
+        )
+        idle = device.idle(-(-out_features // config.block_n) * parts, programs(config, device, dtype, False, bits))
         if idle > MOST_IDLE and parts < MOST_PARTS:
             return math.inf
         # A part is written and read once more in fp32, through the L2, which has about twice the memory's bandwidth.
-        sums = parts * rows * out_features * 4 / (in_features * dtype.itemsize) if parts > 1 else 0
-        return _time(config, device, dtype, out_features, in_features, False, parts) + sums
+        sums = parts * rows * out_features * 32 / (in_features * (bits or 8 * dtype.itemsize)) if parts > 1 else 0
+        return _time(config, device, dtype, out_features, in_features, False, parts, bits) + sums
 
     times = [time(parts) for parts in range(1, MOST_PARTS + 1)]
     return next(parts for parts, one in enumerate(times, 1) if one <= GOOD_ENOUGH * min(times))
@@ -183,22 +199,52 @@ def choices(device: Device, dtype: torch.dtype, m: int, gate: bool) -> list[Conf
     ]
 
 
-def programs(config: Config, device: Device, dtype: torch.dtype, gate: bool) -> int:
+def stored_choices(device: Device, dtype: torch.dtype, m: int, gate: bool, bits: int, group: int) -> list[Config]:
+    """Return the tiles for weights in 4 and 8 bits, calculated: those whose warps decode no weight twice.
+
+    On Hopper, and where two sums of 64 rows spill otherwise, decoded weights are the left factor.
+    """
+    swap = device.hopper or (device.capability[0] == 10 and gate and m == MOST_ROWS)
+    tiles: tuple[tuple[int, int, int], ...]
+    if device.hopper:
+        tiles = ((64, 128, 4), (128, 128, 8 if m == MOST_ROWS else 4))
+    elif swap:
+        tiles = ((64, 64, 4),)
+    elif m == MOST_ROWS:
+        # The tables of nf4 and fp4, whose groups mostly have 64 columns, take registers too.
+        tiles = ((128, 32 if gate and group % 128 else 64, 8 if gate else 4),)
+    else:
+        tiles = ((32, 128, 4), (64, 128, 4)) if gate and m == 16 else ((64, 64 if gate else 128, 4), (128, 128, 4))
+    found = []
+    for n, k, warps in tiles[: 1 if gate and m > 16 else 2]:
+        # A step has columns of one group.
+        config = Config(swap, m, n, min(k, group & -group) if group else k, warps, 4)
+        stages = max(2, device.shared_memory // config.stage_bytes(dtype, gate, bits))
+        found.append(replace(config, num_stages=min(4, stages)))
+    return found
+
+
+def programs(config: Config, device: Device, dtype: torch.dtype, gate: bool, bits: int = 0) -> int:
     """Return how many programs share a multiprocessor, by its shared memory.
 
     The memory holds all stages if tensor cores read both factors from it (9.0; 10.0 from 64 rows on), else all but one.
     """
     stages = config.num_stages - (not device.hopper and (device.capability[0] != 10 or config.block_m < 64))
-    by_memory = device.blocks(stages * config.stage_bytes(dtype, gate))
+    by_memory = device.blocks(stages * config.stage_bytes(dtype, gate, bits))
     threads = 32 * config.num_warps
-    # About 96 registers besides the accumulators.
-    registers = 96 + config.block_m * config.block_n * (1 + gate) // threads
-    by_registers = 2**16 // (registers * threads) if gate else by_memory
+    sums = config.block_m * config.block_n // threads
+    # About 96 registers besides the accumulators. Stored weights are decoded into more; 4 bits have sums of a group.
+    registers = 96 + sums * (1 + gate)
+    if bits:
+        decoded = config.block_n * config.block_k * (1 + gate) // (2 * threads)
+        registers += sums * (bits == 4) + decoded - 16 * (device.capability < (10, 0))
+    by_registers = 2**16 // (registers * threads) if gate or bits else by_memory
     return max(1, min(by_memory, by_registers, THREADS // threads))
 
 
 def _time(
-    config: Config, device: Device, dtype: torch.dtype, out_features: int, in_features: int, gate: bool, parts: int = 1
+    config: Config, device: Device, dtype: torch.dtype, out_features: int, in_features: int, gate: bool, parts: int = 1,
+    bits: int = 0,
 ) -> float:  # fmt: skip
     """Estimate the time of a launch, in rows of weights that the memory could deliver in it.
 
@@ -207,15 +253,16 @@ def _time(
     and that of a wave too small to keep the memory busy.
     """
     weights, count = config.block_n * (1 + gate), device.multiprocessors
-    in_flight = (config.num_stages - 1) * weights * config.block_k * dtype.itemsize
+    stored = bits / 8 or dtype.itemsize
+    in_flight = (config.num_stages - 1) * weights * config.block_k * stored
     needed = needed_in_flight(device)
-    latency = count * needed / (in_features * dtype.itemsize)
+    latency = count * needed / (in_features * stored)
 
     def wave(held: int) -> float:
-        busiest = -(-held // count) * (weights + config.block_m)
+        busiest = -(-held // count) * (weights + config.block_m * dtype.itemsize / stored)
         return latency + max(held * weights, busiest * count / PULL, count * needed / in_flight * weights) / parts
 
-    at_once = count * programs(config, device, dtype, gate)
+    at_once = count * programs(config, device, dtype, gate, bits)
     waves, rest = divmod(-(-out_features // weights) * parts, at_once)
     return waves * wave(at_once) + (wave(rest) if rest else 0.0)
 

@@ -196,20 +196,34 @@ INT8_TO_BF16 = tl.constexpr("""
 """The same to bf16. The lower seven bits below 0x43 are 128 plus their number, the sign bit below 0x43 is 128 or 256;
 the difference is exact."""
 
-E4M3_TO_FP16 = tl.constexpr("""
+_E4M3 = """
 {
     .reg .b32 low, high, low_sign, high_sign;
     prmt.b32 low_sign, $2, 0, 0x1404;
     prmt.b32 high_sign, $2, 0, 0x3424;
     and.b32 low, low_sign, 0x7f007f00;
     and.b32 high, high_sign, 0x7f007f00;
-    shr.b32 low, low, 1;
-    shr.b32 high, high, 1;
+    shr.b32 low, low, SHIFT;
+    shr.b32 high, high, SHIFT;
     lop3.b32 $0, low_sign, 0x80008000, low, 0xea;
     lop3.b32 $1, high_sign, 0x80008000, high, 0xea;
+    MORE
 }
-""")
+"""
+E4M3_TO_FP16 = tl.constexpr(_E4M3.replace("SHIFT", "1").replace("MORE", ""))
 """Convert four bytes in $2 as `decode_e4m3` says, to $0 and $1; 0xea is (a & b) | c."""
+E4M3_TO_BF16 = tl.constexpr(
+    _E4M3.replace("SHIFT", "4").replace(
+        "MORE",
+        """
+        mov.b32 low, 0x77807780;
+        mov.b32 high, 0x80008000;
+        fma.rn.bf16x2 $0, $0, low, high;
+        fma.rn.bf16x2 $1, $1, low, high;
+        """,
+    )
+)
+"""The same to bf16, whose bias is larger by 120: times 2^112, plus -0."""
 
 
 @triton.jit
@@ -226,17 +240,20 @@ def decode_int8(b_weights, DTYPE: tl.constexpr = tl.float16):
 
 
 @triton.jit
-def decode_e4m3(b_bytes):
-    """Return 1/256 of the float8_e4m3fn numbers with these bytes, exactly, in fp16 (NaN is not recognised).
+def decode_e4m3(b_bytes, DTYPE: tl.constexpr = tl.float16):
+    """Return 1/256 of the float8_e4m3fn numbers with these bytes, exactly, in fp16 or bf16 (NaN is not recognised).
 
     The exponent moves into the wider field of fp16, whose bias is larger by 8; subnormal numbers are right too. It is
     for targets without an instruction for this conversion.
     """
-    if COMPILED:
+    if COMPILED and DTYPE.is_bf16():
+        return tl.inline_asm_elementwise(E4M3_TO_BF16, "=&r,=&r,r", [b_bytes], dtype=tl.bfloat16, is_pure=True, pack=4)
+    elif COMPILED:
         return tl.inline_asm_elementwise(E4M3_TO_FP16, "=r,=r,r", [b_bytes], dtype=tl.float16, is_pure=True, pack=4)
     else:
         b_wide = b_bytes.to(tl.uint16)
-        return (((b_wide & 0x80) << 8) | ((b_wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        b_half = (((b_wide & 0x80) << 8) | ((b_wide & 0x7F) << 7)).to(tl.float16, bitcast=True)
+        return b_half.to(tl.float32).to(DTYPE)
 
 
 @triton.jit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from typing import Any
 
@@ -14,7 +15,7 @@ from modes import DTYPES, of_the_cpu
 from torch import Tensor
 
 from benchmarks.inspection import TARGETS
-from medusa_kernels import add_rms_norm, decode_linear, reference
+from medusa_kernels import add_rms_norm, decode_linear, quantised, reference
 from medusa_kernels._registry import interpreted, served_by
 
 Case = dict[str, Any]
@@ -176,9 +177,69 @@ def test_int8_weights_have_a_scale_for_each_row(device: str, form: str, size: in
     check(make(5, size, (20, 20), biases=(True, False), gate=form == "gate", int8=True, dtype=dtype, device=device))
 
 
+# Of 4-bit codes the columns of a group, whether there are zero points, and the dtype of scales.
+STORED = {
+    "int4-128": ("int4", 128, False, torch.float32),
+    "int4-32-zeros": ("int4", 32, True, torch.float16),
+    "int4-16-zeros": ("int4", 16, True, torch.float32),
+    "int4-row": ("int4", 384, False, torch.bfloat16),
+    "nf4-64": ("nf4", 64, False, torch.float32),
+    "fp4-96": ("fp4", 96, False, torch.float16),
+    "fp8": ("fp8", 0, False, torch.float32),
+}
+
+
+def stored(case: Case, kind: str) -> tuple[Case, Case]:
+    """Replace a case's weights by random ones in 4 or 8 bits, slices of larger matrices; also with them in fp64."""
+    codes, group, has_zeros, scale_dtype = STORED[kind]
+    weights, scales, zeros, wide = [], [], [], []
+    for dense in case["weights"]:
+        n, size = dense.shape
+        if codes == "fp8":
+            room = torch.full((n + 3, size + 16), torch.nan).to(torch.float8_e4m3fn)
+            room[1 : n + 1, :size] = torch.randn(n, size).mul(20).to(torch.float8_e4m3fn)
+            weight, zero, shape = room[1 : n + 1, :size], None, (n,)
+        else:
+            room = torch.full((n + 3, size // 2 + 16), 0x77, dtype=torch.uint8)
+            room[1 : n + 1, : size // 2] = torch.randint(256, (n, size // 2), dtype=torch.uint8)
+            shape = (n, size // group)
+            weight = room[1 : n + 1, : size // 2]
+            zero = torch.randint(17, shape, dtype=torch.uint8) if has_zeros else None
+        scale = ((torch.rand(shape) + 0.5) / size**0.5 / 10).to(scale_dtype)
+        of_codes = "int4" if codes == "fp8" else codes
+        wide.append(quantised.dequantised(weight, scale, zero, of_codes, wide=torch.float64).to(dense.device))
+        moved = (None if tensor is None else tensor.to(dense.device) for tensor in (weight, scale, zero))
+        for found, tensor in zip((weights, scales, zeros), moved, strict=True):
+            found.append(tensor)
+    options = {"zeros": zeros if has_zeros else None, "codes": "int4" if codes == "fp8" else codes}
+    return case | {"weights": weights, "scales": scales} | options, case | {"weights": wide}
+
+
+def check_stored(kind: str, case: Case, parts: int = 1) -> None:
+    case, wide = stored(case, kind)
+    names = ("biases", "gate", "residual", "scales", "zeros", "codes")
+    got = decode_linear(case["x"], case["weights"], parts=parts, **{name: case[name] for name in names})
+    rounded = cast(wide, case["x"].dtype)
+    if parts > 1:
+        got, rounded = got.sum(0), cast(rounded, torch.float32)
+    wide = cast(wide, torch.float64)
+    assert_within_twice(got, plain(rounded), exact(wide), largest(wide) if got.dtype == torch.float32 else None)
+
+
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", STORED)
+def test_weights_in_4_and_8_bits_are_those_of_the_oracle(device: str, kind: str, dtype: torch.dtype) -> None:
+    """Rows of weights in partial tiles; every bias, gate, residual and part once with every kind of weight."""
+    check_stored(kind, make(64, 384, (140, 33), biases=(True, False), dtype=dtype, device=device))
+    check_stored(kind, make(17, 384, (70, 70), biases=(True, True), gate=True, dtype=dtype, device=device))
+    check_stored(kind, make(1, 384, (65,), residual=True, dtype=dtype, device=device))
+    check_stored(kind, make(16, 384, (140, 33, 70), biases=(True, False, True), dtype=dtype, device=device), parts=2)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize(("size", "parts"), [(256, 2), (272, 3), (11, 5)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_parts_add_up_to_the_product(device: str, size: int, parts: int, dtype: torch.dtype) -> None:
     """Each is fp32 and not rounded: their sum is as exact as fp32; with few columns some parts have none."""
     for rows, features, int8 in (
@@ -327,13 +388,18 @@ def test_configurations_hold_all_rows_and_fit(arch: str, dtype: torch.dtype, gat
     module = pytest.importorskip("medusa_kernels._triton.decode_linear")
     device = TARGETS[arch]
     room = {"80": 163, "90": 227, "100": 227}.get(arch, 99) * 1024
-    for rows in (1, 16, 17, 32, 33, 64):
+    stored = [(0, 0), (8, 0), (4, 128), (4, 96), (4, 4096)]
+    for rows, (bits, group) in itertools.product((1, 16, 17, 32, 33, 64), stored):
         for features in (64, 4096, 6144, 12288, 22016, 128256):
             for parts in (1,) if gate else (1, 2, 4):
-                config = module.configuration(device, dtype, rows, features, 4096, gate, parts=parts)
-                # A step holds a tile of x and one of each weight.
-                elements = (config.block_m + config.block_n * (1 + gate)) * config.block_k
-                assert elements * dtype.itemsize * config.num_stages <= room
+                config = module.configuration(
+                    device, dtype, rows, features, 4096, gate, parts=parts, bits=bits, group=group
+                )
+                # A step holds a tile of x and one of each weight, with columns of one group.
+                weights = config.block_n * (1 + gate) * (bits / 8 or dtype.itemsize)
+                step = (config.block_m * dtype.itemsize + weights) * config.block_k
+                assert step * config.num_stages <= room
+                assert group % config.block_k == 0
                 assert config.num_stages >= 2
                 assert rows <= config.block_m <= 64
 
