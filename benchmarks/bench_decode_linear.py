@@ -1,9 +1,15 @@
 """A model's projections alone: all layers with weights of their own in one graph, by rows of activations.
 
     python -m benchmarks.bench_decode_linear
+    python -m benchmarks.bench_decode_linear --stored
+    python -m benchmarks.bench_decode_linear --predict
 
 What a decoding step cannot be faster than with these kernels, and what more rows (a tree's nodes) cost by themselves.
 Beside `decode_linear`: PyTorch's linear for each weight, and for q, k, v and gate, up packed into one weight each.
+
+`--stored`: single projections with weights in 4 and 8 bits, beside cuBLAS on 16 bits and, for the same weights,
+bitsandbytes (nf4) and PyTorch's tinygemm (int4). `--predict` measures nothing and needs no GPU: it prints what bytes,
+instructions and operations allow at best.
 
 On a CPU one projection is timed, with copies of the weight that exceed the caches: `decode_linear` with every
 instruction set that the processor has, and PyTorch's linear, in turn.
@@ -13,6 +19,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -24,8 +32,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from benchmarks import harness, suite
-from medusa_kernels import _native, add_rms_norm, decode_linear
+from benchmarks import gpu, harness, suite
+from medusa_kernels import _native, add_rms_norm, decode_linear, linear_parts, quantised
 
 
 @dataclass(frozen=True)
@@ -188,6 +196,176 @@ def test_projections_of_a_small_model(way_through: Any, monkeypatch: pytest.Monk
     assert [record["implementation"] for record in run.records if "median_us" in record] == [suite.OURS, *PEERS]
 
 
+@dataclass(frozen=True)
+class Stored(suite.Case):
+    """One projection with weights in 4 or 8 bits: "int4" in groups of 128, "nf4" of 64, or "int8" rows."""
+
+    kind: str
+    projection: str
+    features: tuple[int, ...]
+    size: int
+    rows: int
+    gate: bool = False
+
+
+LLAMA_3_8B = (
+    ("gate, up", (14336, 14336), 4096), ("down", (4096,), 14336), ("q, k, v", (4096, 1024, 1024), 4096),
+    ("o", (4096,), 4096),
+)  # fmt: skip
+
+
+def stored_cases() -> list[Stored]:
+    """Return the projections of Llama-3-8B, the most telling first."""
+    return [
+        Stored(kind, f"Llama-3-8B {name}", features, size, rows, name == "gate, up")
+        for kind, rows in itertools.product(("int4", "nf4", "int8"), (16, 64, 32, 8, 1))
+        for name, features, size in LLAMA_3_8B
+    ]
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Activations, weights as stored, their scales, the weights in 16 bits, and by name those of other libraries."""
+
+    x: Tensor
+    weights: list[Tensor]
+    scales: list[Tensor]
+    dense: Tensor
+    others: dict[str, Any]
+
+
+def stored_inputs(case: Stored, run: suite.Run) -> Inputs:
+    """Return random inputs."""
+    weights, scales, dense = [], [], []
+    for n in case.features:
+        if case.kind == "int8":
+            weight = torch.randint(-127, 128, (n, case.size), device=run.device, dtype=torch.int8)
+            scale = torch.rand(n, device=run.device) / 5000
+        else:
+            weight = torch.randint(256, (n, case.size // 2), device=run.device, dtype=torch.uint8)
+            scale = torch.rand(n, case.size // (64 if case.kind == "nf4" else 128), device=run.device) / 400
+            scale = scale.to(run.dtype).to(torch.float32)  # which tinygemm's 16 bits represent
+        weights.append(weight)
+        scales.append(scale)
+        dense.append(quantised.dequantised(weight, scale, None, "nf4" if case.kind == "nf4" else "int4").to(run.dtype))
+    others: dict[str, Any] = {}
+    x = torch.randn(case.rows, case.size, device=run.device, dtype=run.dtype)
+    if x.is_cuda and case.kind == "int4":
+        # Its first column of a byte is in the upper half.
+        swapped = torch.cat(weights)
+        swapped = swapped << 4 | swapped >> 4
+        tiles = torch.ops.aten._convert_weight_to_int4pack(swapped, 8)
+        both = torch.cat(scales).T
+        others["torch tinygemm"] = tiles, torch.stack((both, torch.zeros_like(both)), -1).to(run.dtype).contiguous()
+    if x.is_cuda and case.kind == "nf4" and importlib.util.find_spec("bitsandbytes"):
+        from bitsandbytes.functional import QuantState, get_4bit_type
+
+        code = get_4bit_type("nf4", device=run.device)
+        others["bitsandbytes"] = [
+            (w.view(-1, 1), QuantState(s.flatten(), (len(w), case.size), code, 64, "nf4", run.dtype))
+            for w, s in zip(weights, scales, strict=True)
+        ]
+    return Inputs(x, weights, scales, torch.cat(dense), others)
+
+
+def ours_stored(case: Stored, given: Inputs) -> Tensor:
+    codes = "nf4" if case.kind == "nf4" else "int4"
+    parts = 1 if case.gate else linear_parts(given.x, sum(case.features), given.weights[0], given.scales[0])
+    out = decode_linear(given.x, given.weights, gate=case.gate, scales=given.scales, codes=codes, parts=parts)
+    return out if parts == 1 else out.sum(0).to(given.x.dtype)
+
+
+def others_stored(case: Stored, name: str, given: Inputs) -> Tensor:
+    if name == "bitsandbytes":
+        from bitsandbytes import matmul_4bit
+
+        out = torch.cat([matmul_4bit(given.x, weight.T, state) for weight, state in given.others[name]], -1)
+    elif name == "torch tinygemm":
+        tiles, scales = given.others[name]
+        out = torch.ops.aten._weight_int4pack_mm(given.x, tiles, 128, scales)
+    else:
+        out = linear(given.x, given.dense)
+    if not case.gate:
+        return out
+    first, second = out.chunk(2, -1)
+    return silu(first) * second
+
+
+def measure_stored(case: Stored, run: suite.Run) -> None:
+    """Measure our kernel, with the sum of parts if there are any, then the others."""
+    first = stored_inputs(case, run)
+    moved = sum(tensor.nbytes for tensor in (*first.weights, *first.scales))
+    copies = [first, *(stored_inputs(case, run) for _ in range(gpu.sets_needed(moved, run.device) - 1))]
+    peers = {name: functools.partial(others_stored, case, name) for name in ("torch, 16 bits", *first.others)}
+
+    def difference(given: Inputs, way: Callable[[Inputs], Tensor]) -> float:
+        wanted = ours_stored(case, given).float()
+        return float((way(given).float() - wanted).norm() / wanted.norm())
+
+    mine = functools.partial(ours_stored, case)
+    run.compare(case, copies, mine, peers, difference, TOLERANCE[run.dtype], bytes=moved)
+
+
+def test_stored_weights_on_a_cpu(way_through: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU only the way through the benchmark is shown, and that the ways agree; nothing is recorded."""
+    monkeypatch.setattr(harness, "write_record", lambda *_: None)
+    monkeypatch.setattr(gpu, "sets_needed", lambda *_: 1)
+    run = suite.Run("decode_linear", torch.device("cpu"), dtype=torch.float32, seconds=0.01)
+    case = Stored("int4", "small", (64, 64), 128, 3, True)
+    way_through.pedantic(measure_stored, args=(case, run), rounds=1)
+    assert [record["implementation"] for record in run.records if "median_us" in record] == [
+        suite.OURS, "torch, 16 bits",
+    ]  # fmt: skip
+
+
+CARDS = {
+    # Target, multiprocessors, clock, bytes and 16-bit operations per second, by data sheet.
+    "A100": ("80", 108, 1.41e9, 1935e9, 312e12),
+    "A6000": ("86", 84, 1.80e9, 768e9, 154.8e12),
+    "RTX 4090": ("89", 128, 2.52e9, 1008e9, 165.2e12),
+    "H100": ("90", 132, 1.83e9, 3350e9, 989.4e12),
+}
+
+
+def predict() -> None:
+    """Print the least microseconds of each projection in int4, groups of 128 with scales in 16 bits, by three limits.
+
+    m: bytes over the memory's bandwidth; i: instructions of the compiled loop over what the schedulers can issue, of
+    which "issue" is the largest share; t: operations of the tile over the tensor cores' peak.
+    """
+    from benchmarks import inspection, kernel_forms
+    from medusa_kernels._triton.decode_linear_configs import best_parts
+
+    print(
+        f"{'card':9} rows  {'  '.join(f'{name:>10}' for name, _, _ in LLAMA_3_8B)}       layer  16 bits  ratio  issue"
+    )
+    for (card, (arch, count, clock, bandwidth, flops)), rows in itertools.product(CARDS.items(), (8, 16, 32, 64)):
+        device = dataclasses.replace(inspection.TARGETS[arch], multiprocessors=count)
+        words, total, dense, busiest = [], 0.0, 0.0, 0.0
+        for name, features, size in LLAMA_3_8B:
+            gate, all_features = name == "gate, up", sum(features)
+            parts = 1 if gate else best_parts(device, torch.bfloat16, rows, all_features, size, 4, 128)
+            spec = kernel_forms._linear_form(
+                device, torch.bfloat16, rows, features, gate=gate, size=size, parts=parts, stored=("int4", 128)
+            )
+            text = inspection.disassembled(inspection.compiled(spec, arch, {"enable_fp_fusion": True}))
+            tile, weights = spec.constants, all_features * size
+            executed = inspection.loop_instructions(text) * spec.num_warps * weights
+            executed /= tile["BLOCK_N"] * (1 + gate) * tile["BLOCK_K"]
+            limits = {
+                "m": weights * (0.5 + 2 / 128) / bandwidth,
+                "i": executed / (4 * count * clock),  # four warps' instructions per clock
+                "t": 2 * tile["BLOCK_M"] * weights / flops,
+            }
+            letter = max(limits, key=lambda limit: limits[limit])
+            total += limits[letter]
+            dense += weights * max(2 / bandwidth, 2 * rows / flops)
+            busiest = max(busiest, limits["i"] / limits[letter])
+            words.append(f"{limits[letter] * 1e6:8.1f} {letter}")
+        sums = f"{total * 1e6:10.1f}  {dense * 1e6:7.1f}  {dense / total:5.2f}  {busiest:5.0%}"
+        print(f"{card:9} {rows:4}  {'  '.join(words)}  {sums}")
+
+
 CPU_ROWS = (1, 4, 8, 16, 32)
 CPU_BYTES = 2**30
 """Copies of the weight together: several times the largest cache."""
@@ -243,7 +421,15 @@ def test_one_projection_on_a_cpu(way_through: Any) -> None:
 def main() -> None:
     """Run from the command line."""
     options = suite.parser(__doc__, 540)
-    options.parse_args()
+    options.add_argument("--stored", action="store_true", help="weights in 4 and 8 bits")
+    options.add_argument("--predict", action="store_true", help="print least times in 4 bits; nothing is measured")
+    args = options.parse_args()
+    if args.predict:
+        predict()
+        return
+    if args.stored:
+        suite.main(__doc__, "decode_linear", stored_cases(), measure_stored, options=options)
+        return
     if torch.cuda.is_available():
         layers = [Layers(shape, rows) for shape in SHAPES for rows in ROWS]
         suite.main(__doc__, "decode_linear", layers, measure, options=options)

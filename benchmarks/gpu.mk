@@ -5,7 +5,7 @@ PY ?= $(BIN)/python
 GPU_JOBS ?= 6
 GPU_ABLATIONS := gpu-figure-4 gpu-figure-5 gpu-table-3 gpu-dynamic
 GPU_BENCHMARKS := gpu-explain gpu-attention gpu-heads gpu-verify gpu-compact gpu-sampling gpu-settings gpu-step gpu-prefill \
-	gpu-projections gpu-tensor-parallel
+	gpu-projections gpu-stored gpu-tensor-parallel
 GPU_STAGES := gpu-test gpu-test-compiled gpu-sanitize $(GPU_BENCHMARKS) $(GPU_ABLATIONS)
 # The last commit of what is measured: committing results, words or what draws and checks them repeats no stage.
 COMMIT = $(or $(MEDUSA_COMMIT),$(shell git log -1 --format=%h --abbrev=12 -- . ':!docs' ':!*.md' ':!tests' ':!mkdocs.yml' \
@@ -54,6 +54,8 @@ gpu-sampling = $(BENCH)bench_sampling --budget 60 && $(BENCH)bench_gumbel_noise 
 gpu-step = $(BENCH)bench_step --budget 530
 gpu-prefill = $(BENCH)bench_prefill --device cuda --rounds 5 --budget 440
 gpu-projections = $(BENCH)bench_decode_linear
+# Weights in 4 and 8 bits beside 16 bits, bitsandbytes and tinygemm.
+gpu-stored = $(BENCH)bench_decode_linear --stored --budget 400
 # Says that it is skipped on a machine with one GPU.
 gpu-tensor-parallel = $(BENCH)bench_tensor_parallel
 # Where a step's time goes, with the kernels of 0.2 next to the new ones.
