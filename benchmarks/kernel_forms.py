@@ -38,6 +38,7 @@ TRITON_TYPES = {
     torch.bfloat16: "bf16",
     torch.float32: "fp32",
     torch.int8: "i8",
+    torch.uint8: "u8",
     torch.int32: "i32",
     torch.int64: "i64",
     torch.float8_e4m3fn: "fp8e4nv",
@@ -237,6 +238,11 @@ def _heads_topk(device: Device) -> Iterator[Specialisation]:
         yield _vocabulary(device, fp16, int8, rows, gather=gather, noise=True)
     yield _vocabulary(device, fp32, fp32, 1, noise=True)
     yield _vocabulary(device, fp16, int8, 32, gather=True)
+    for rows, codes, group, zero in _PACKED:
+        yield _vocabulary(device, fp16, torch.uint8, rows, codes=codes, group=group, zero=zero)
+    for rows in (1, 32, 64):
+        yield _vocabulary(device, fp16, torch.uint8, rows, codes="int4", group=128, zero=True, noise=True)
+    yield _vocabulary(device, fp16, torch.uint8, 1, codes="int4", group=128, gather=True, block_v=32)
     yield _vocabulary(device, fp16, fp16, 1)
     yield _vocabulary(device, fp32, fp32, 1)
     for count, k in ((66, 10), (264, 10), (264, 32)):
@@ -250,34 +256,59 @@ def _heads_topk(device: Device) -> Iterator[Specialisation]:
         )
 
 
-def _vocabulary(device, dtype, stored, rows, *, k=10, gather=False, noise=False, elements=16, block_v=None):
+_PACKED = [
+    # rows, 4-bit codes, group, whether there are zero points
+    (1, "int4", 128, True), (1, "nf4", 64, False), (16, "fp4", 32, False), (32, "int4", 128, True),
+    (64, "int4", 128, True), (64, "nf4", 64, False),
+]  # fmt: skip
+
+
+def _quantised(decode, dtype, stored, group, zero):
+    """Return the types and the constants of a kernel that say how a weight of dtype `stored` is read."""
+    types = {
+        "weight w2": "*u8" if decode == "e4m3" else f"*{TRITON_TYPES[stored]}",
+        "scale": "*fp16" if group and dtype.itemsize == 2 else "*fp32",
+        "zero": "*u8" if zero else "*fp32",
+    }
+    has = {"HAS_SCALE": stored.itemsize == 1, "HAS_ZERO": zero, "GROUP": group}
+    return types, {"DECODE": decode} | has
+
+
+def _vocabulary(
+    device, dtype, stored, rows,
+    *, k=10, gather=False, noise=False, elements=16, block_v=None, codes="", group=0, zero=False,
+):  # fmt: skip
     # With noise also a token map.
     vectors = wide(elements, dtype, stored)
-    config = heads_topk.configuration(device, dtype, stored, rows, "vocabulary", vectors=vectors, noise=noise)
+    config = heads_topk.configuration(
+        device, dtype, stored, rows, "vocabulary", vectors=vectors, noise=noise, group=group
+    )
     config = replace(config, block_v=block_v or config.block_v)
-    decode, kind, weight = heads_topk.decoding(device, dtype, stored), TRITON_TYPES[dtype], TRITON_TYPES[stored]
+    decode, kind, weight = heads_topk.decoding(device, dtype, stored, codes), TRITON_TYPES[dtype], TRITON_TYPES[stored]
     tile = _tile(config, elements, " gather" * gather + " noise" * noise)
-    types = {"states": f"*{kind}", "w2": "*u8" if decode == "e4m3" else f"*{weight}", "token_map keys": "*i64"}
-    flags = {"UNIT": elements, "EVEN": elements == 16, "DECODE": decode, "HAS_SCALE": stored.itemsize == 1}
+    of_weight, flags = _quantised(decode, dtype, stored, group, zero)
+    types = {"states": f"*{kind}", "token_map keys": "*i64"} | of_weight
+    flags |= {"UNIT": elements, "EVEN": elements == 16}
+    weight = f"{codes} g{group}{' zeros' * zero}" if group else weight
     return specialise(
         f"heads_topk vocabulary {kind} x {weight} k{k} {tile}",
         heads_topk.vocabulary_kernel,
-        types | {"scale noise peaks sums": "*fp32", "inverse_temperature": "fp32"},
+        types | {"noise peaks sums": "*fp32", "inverse_temperature": "fp32"},
         config.blocks()
         | flags
         | {"GATHER": gather, "HAS_MAP": gather or noise, "HAS_NOISE": noise}
         | {"K": k, "PLACES": triton.next_power_of_2(k)}
-        | _waiting(device, config, stored, elements)
+        | _waiting(device, config, stored, elements, group)
         | ({"PREFETCH": 0} if gather else {}),
         config,
         programs=config.programs,
     )
 
 
-def _waiting(device, config, stored, elements):
+def _waiting(device, config, stored, elements, group=0):
     """Return the constants of a streaming kernel that is launched programmatically where the device can."""
     wide_enough = has_programmatic(device) and elements * stored.itemsize % 16 == 0
-    ahead = (config.num_stages - 1) * config.block_k * stored.itemsize
+    ahead = (config.num_stages - 1) * config.block_k * stored.itemsize // (2 if group else 1)
     return _early(device) | {"PREFETCH": ahead if wide_enough else 0}
 
 
@@ -308,43 +339,63 @@ def _tree_verify(device: Device) -> Iterator[Specialisation]:
     yield _projection(device, bf16, 256, scaled=True)
     yield _projection(device, fp32, 1)
     yield _projection(device, fp32, 64, scaled=True, elements=1)
-    for dtype, rows, scaled, stats, chain in (
+    for rows, codes, group, zero in _PACKED:
+        yield _projection(device, bf16, rows, stored=torch.uint8, codes=codes, group=group, zero=zero, stats=rows > 1)
+    for rows in (1, 64):
+        yield _projection(device, bf16, rows, stored=torch.uint8, codes="int4", group=128, zero=True, scaled=True)
+    yield _projection(device, fp16, 1, stored=torch.uint8, codes="int4", group=128, zero=True)
+    yield _projection(device, fp32, 1, stored=torch.uint8, codes="nf4", group=64)
+    for stored in (torch.int8, torch.float8_e4m3fn):
+        yield from (_projection(device, bf16, rows, stored=stored, stats=rows > 1) for rows in (1, 64))
+    for dtype, rows, scaled, stats, chain, *packed in (
         (bf16, 1, False, True, False), (bf16, 1, False, False, False), (bf16, 2048, True, True, False),
-        (fp32, 1, False, True, True),
+        (fp32, 1, False, True, True), (bf16, 1, False, True, False, "int4", 128, True),
+        (bf16, 2048, False, True, False, "nf4", 64, False),
     ):  # fmt: skip
         kind, blocks = TRITON_TYPES[dtype], tree_verify.merge_blocks(rows, 264)
+        codes, group, zero = packed or ("", 0, False)
+        types, flags = _quantised(codes, dtype, torch.uint8 if group else dtype, group, zero)
         yield specialise(
             f"tree_verify merge {kind} {blocks['BLOCK_R']}x{blocks['BLOCK_P']}"
-            + " scaled" * scaled + " stats" * stats + " chain" * chain,
+            + " scaled" * scaled + " stats" * stats + " chain" * chain + f" {codes}" * bool(group),
             tree_verify.merge_kernel,
-            {
-                "hidden weight": f"*{kind}",
+            types | {
+                "hidden": f"*{kind}",
                 "peaks sums moments logsumexp entropy child_logprobs": "*fp32",
                 "keys candidates next_tokens": "*i64",
                 "parents": "*i64" if chain else "*i32",
                 "temperature": "fp32",
             },
-            {"UNIT": 16, "SCALED": scaled, "STATS": stats, "CHAIN": chain, **blocks} | _early(device, rows < 64),
+            {"UNIT": 16, "SCALED": scaled, "STATS": stats, "CHAIN": chain, **blocks, **flags}
+            | _early(device, rows < 64),
             tree_verify.MERGE,
         )  # fmt: skip
 
 
-def _projection(device, dtype, rows, *, scaled=False, stats=True, elements=16):
-    config = tree_verify.configuration(device, dtype, rows, scaled=scaled, vectors=wide(elements, dtype))
-    kind, blocks = TRITON_TYPES[dtype], config.blocks()
-    flags = {"UNIT": elements, "EVEN": elements == 16, "SCALED": scaled, "STATS": stats}
+def _projection(
+    device, dtype, rows, *, scaled=False, stats=True, elements=16, stored=None, codes="", group=0, zero=False
+):  # fmt: skip
+    stored = stored or dtype
+    config = tree_verify.configuration(
+        device, dtype, rows, scaled=scaled, vectors=wide(elements, dtype, stored), stored=stored, group=group
+    )
+    kind, blocks, decode = TRITON_TYPES[dtype], config.blocks(), tree_verify.decoding(device, dtype, stored, codes)
+    types, flags = _quantised(decode, dtype, stored, group, zero)
+    flags |= {"UNIT": elements, "EVEN": elements == 16, "SCALED": scaled, "STATS": stats}
+    weight = f" x {codes} g{group}{' zeros' * zero}" if group else f" x {TRITON_TYPES[stored]}" * (stored != dtype)
     return specialise(
-        f"tree_verify project {kind} {'x'.join(map(str, blocks.values()))}"
+        f"tree_verify project {kind}{weight} {'x'.join(map(str, blocks.values()))}"
         + " scaled" * scaled + " stats" * stats + (f" unit{elements} masked" if elements < 16 else ""),
         tree_verify.project_kernel,
-        {
-            "hidden weight": f"*{kind}",
+        types | {
+            "hidden": f"*{kind}",
             "noise peaks sums moments": "*fp32",
             "noise_rows": "*i32" if scaled else "*i64",
             "keys": "*i64",
             "temperature": "fp32",
         },
-        blocks | flags | {"VECTOR": 4 if scaled and elements > 1 else 1} | _waiting(device, config, dtype, elements),
+        blocks | flags | {"VECTOR": 4 if scaled and elements > 1 else 1}
+        | _waiting(device, config, stored, elements, group),
         config,
         programs=config.programs,
     )  # fmt: skip

@@ -107,6 +107,8 @@ def _heads_topk(generator: torch.Generator) -> Iterator[Case]:
     yield (hidden, w1, b1, w2, 5), {}
     small = torch.randint(-127, 128, (3, 500, 64), generator=generator, dtype=torch.int8)
     yield (hidden, w1, b1, small, 5), {"w2_scale": (1 + torch.rand(3, 500, generator=generator)) / 200}
+    codes = torch.randint(256, (3, 500, 32), generator=generator, dtype=torch.uint8)
+    yield (hidden, w1, b1, codes, 5), {"w2_scale": (1 + torch.rand(3, 500, 2, generator=generator)) / 9, "codes": "nf4"}
     root, w_root = torch.randn(2, 64, generator=generator), torch.randn(3, 64, 64, generator=generator) / 8
     noise = torch.randn(2, 4, 500, generator=generator)
     yield (hidden, w1, b1, w2, 5), {"root": root, "w_root": w_root, "temperature": 0.8, "noise": noise}
@@ -116,6 +118,9 @@ def _tree_verify(generator: torch.Generator) -> Iterator[Case]:
     hidden, weight = torch.randn(2, 9, 64, generator=generator), torch.randn(500, 64, generator=generator)
     tokens = torch.randint(500, (2, 9), generator=generator)
     yield (hidden, weight, tokens, _integers(-1, 0, 0, 1, 1, 3, 2, 5, 7)), {}
+    codes = torch.randint(256, (500, 32), generator=generator, dtype=torch.uint8)
+    scale, zero = (1 + torch.rand(500, 2, generator=generator)) / 9, codes[:, :2] & 15
+    yield (hidden, codes, tokens), {"weight_scale": scale, "weight_zero": zero.contiguous()}
 
 
 def _kv_compact(generator: torch.Generator) -> Iterator[Case]:

@@ -13,10 +13,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from medusa_kernels._registry import interpreted
 from medusa_kernels._triton.heads_topk_configs import configuration
 from medusa_kernels._triton.launch import Device, Warps, describe, on_device
 from medusa_kernels._triton.programmatic import at_once, launch_options, programmatic
+from medusa_kernels._triton.quantised_product import (
+    constants,
+    decodes_bytes,
+    halves,
+    quantised_product,
+    readable,
+)
+from medusa_kernels._triton.quantised_product import decoding as decoding_of
 from medusa_kernels._triton.streaming import (
     OPTIONS,
     index_of,
@@ -32,13 +39,12 @@ from medusa_kernels._triton.streaming import (
 )
 from medusa_kernels._triton.topk import NO_KEY, NO_ORDER, empty_topk, merge_topk, merge_topk_of_tile
 from medusa_kernels.heads_topk import residual_blocks
-from medusa_kernels.quantised import dequantised
 
 MERGE = Warps(num_warps=4, num_stages=3)
 
 HALF_PRECISION_BYTES = True
-"""Whether 8-bit weights and the states that they are multiplied by become fp16 if the states have 16 bits. That takes
-fewer instructions than bf16."""
+"""Whether quantised weights and the states that they are multiplied by become fp16 if the states have 16 bits. That
+takes fewer instructions than bf16."""
 
 
 @triton.jit(do_not_specialize=["batch", "tiles", "step"])
@@ -98,22 +104,23 @@ def residual_kernel(
 
 @triton.jit(do_not_specialize=["rows", "tiles", "step"])
 def vocabulary_kernel(
-    states, w2, scale, token_map, noise, keys, peaks, sums,
+    states, w2, scale, zero, token_map, noise, keys, peaks, sums,
     rows, groups, heads, vocabulary, ids, size, stride_w2_g, stride_w2_v, stride_scale_g, stride_noise_b,
     stride_noise_k, tiles, step, inverse_temperature,
-    UNIT: tl.constexpr, EVEN: tl.constexpr, DECODE: tl.constexpr, HAS_SCALE: tl.constexpr, GATHER: tl.constexpr,
-    HAS_MAP: tl.constexpr, HAS_NOISE: tl.constexpr,
+    UNIT: tl.constexpr, EVEN: tl.constexpr, DECODE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_ZERO: tl.constexpr,
+    GROUP: tl.constexpr, GATHER: tl.constexpr, HAS_MAP: tl.constexpr, HAS_NOISE: tl.constexpr,
     PDL: tl.constexpr, EARLY: tl.constexpr, PREFETCH: tl.constexpr,
     K: tl.constexpr, PLACES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Reduce x = W2 s / temperature + noise over a share of the vocabulary: top K keys, m = max x, sum of exp(x - m).
 
-    states [R * G, H], w2 [G, V, H] and scale [G, V] (a factor of W2 s) give keys [R * G, P, K], peaks (m) and sums
+    states [R * G, H], w2 [G, V, H], scale and zero [G, V, ..] give keys [R * G, P, K], peaks (m) and sums
     [R * G, P]. With one projection per head the G groups are the heads and the R rows the batch; a shared projection is
     one group whose rows are all states. Row r of group g is state r * G + g. GATHER: token_map names the V rows of W2.
     State b * heads + j takes row j of noise [B, .., ids]; with a token_map (HAS_MAP) it names the ids. W2 s is the fp32
-    accumulator, which is not rounded. DECODE: as in `product`. PREFETCH: as in `residual_kernel`.
+    accumulator, which is not rounded. DECODE to GROUP, and what they make of states and the size, are as in
+    `quantised_product`. PREFETCH: as in `residual_kernel`.
     """
     i_m, i_p, i_g = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     programs = tl.num_programs(1)
@@ -122,7 +129,7 @@ def vocabulary_kernel(
     o_v = tl.arange(0, BLOCK_V)
     m_m = o_m < rows
     o_state = o_m.to(tl.int64) * groups + i_g
-    p_a = states + o_state * size
+    p_a = states + o_state * (size * (2 if GROUP > 0 else 1))
     p_noise = noise + o_state // heads * stride_noise_b + o_state % heads * stride_noise_k
     b_topk = empty_topk(BLOCK_M, K, PLACES)
     b_peak = tl.full((BLOCK_M,), -float("inf"), tl.float32)
@@ -142,13 +149,12 @@ def vocabulary_kernel(
         if GATHER:
             # [BLOCK_V]
             o_w = tl.load(token_map + o_w, mask=m_v, other=0)
-        p_w = p_group + o_w * (stride_w2_v * UNIT)
         # [BLOCK_M, BLOCK_V]
-        b_x = product(p_a, m_m, p_w, m_v, size, BLOCK_M, BLOCK_V, BLOCK_K, EVEN, DECODE)
-        if HAS_SCALE:
-            # [BLOCK_V]
-            b_scale = tl.load(scale + i_g * stride_scale_g + o_w, mask=m_v, other=0.0)
-            b_x *= (b_scale * 256.0 if DECODE == "e4m3" else b_scale)[None, :]
+        b_x = quantised_product(
+            p_a, m_m, p_group + o_w * (stride_w2_v * UNIT), m_v, scale + i_g * stride_scale_g,
+            zero + i_g * stride_scale_g, o_w, size,
+            BLOCK_M, BLOCK_V, BLOCK_K, EVEN, DECODE, HAS_SCALE, HAS_ZERO, GROUP,
+        )  # fmt: skip
         m_x = m_m[:, None] & m_v[None, :]
         b_x *= inverse_temperature
         if HAS_NOISE:
@@ -219,21 +225,15 @@ def merge_kernel(
     tl.store(tokens + i_row * K + b_rank, b_token, mask=m_place)
 
 
-def decodes_bytes(device: Device, stored: torch.dtype) -> bool:
-    """Return whether float8_e4m3fn weights are read as bytes, because Triton cannot convert them on the device."""
-    return stored == torch.float8_e4m3fn and (interpreted() or device.capability < (8, 9))
-
-
 def in_half_precision(dtype: torch.dtype, stored: torch.dtype) -> bool:
     """Return whether states of this dtype are multiplied by weights of dtype `stored` in fp16, not in their own."""
     return HALF_PRECISION_BYTES and stored.itemsize == 1 and dtype.itemsize == 2
 
 
-def decoding(device: Device, dtype: torch.dtype, stored: torch.dtype) -> str:
-    """Return how weights are converted, see `product`; `dtype` is that of the states."""
-    if decodes_bytes(device, stored):
-        return "e4m3"
-    return "int8" if HALF_PRECISION_BYTES and stored == torch.int8 and dtype == torch.float16 else ""
+def decoding(device: Device, dtype: torch.dtype, stored: torch.dtype, codes: str = "int4") -> str:
+    """Return how weights are converted, see `quantised_product`; `dtype` is that of the states."""
+    chosen = decoding_of(device, dtype, stored, codes)
+    return chosen if HALF_PRECISION_BYTES or chosen != "int8" else ""
 
 
 def merge_blocks(programs: int, k: int) -> dict[str, int]:
@@ -254,9 +254,8 @@ def heads_topk(
     *, w2_scale=None, token_map=None, gather=False, root=None, w_root=None, temperature=1.0, noise=None,
     w2_zero=None, codes="int4",
 ):  # fmt: skip
-    """Launch the kernels, with 4-bit codes in the dtype of hidden; see the public `heads_topk`."""
-    if w2.dtype == torch.uint8:
-        w2, w2_scale = dequantised(w2, w2_scale, w2_zero, codes).to(hidden.dtype), None
+    """Launch the kernels; see the public `heads_topk`."""
+    w2, w2_scale, w2_zero = readable(w2, w2_scale, w2_zero, codes, hidden.dtype)
     with on_device(hidden):
         states = hidden if root is None else _states(root, hidden, w_root, None, hidden.dtype, activate=False)
         *before, (weight, bias) = residual_blocks(w1, b1)
@@ -264,7 +263,7 @@ def heads_topk(
             states = _states(states, states, *inner, hidden.dtype)
         last = torch.float16 if in_half_precision(hidden.dtype, w2.dtype) else hidden.dtype
         states = _states(states, states, weight, bias, last)
-        return _top_k(states, rows_first(w2), k, w2_scale, token_map, gather, temperature, noise)
+        return _top_k(states, rows_first(w2), k, w2_scale, w2_zero, codes, token_map, gather, temperature, noise)
 
 
 def _states(
@@ -297,11 +296,12 @@ def _states(
 
 
 def _top_k(
-    states: Tensor, w2: Tensor, k: int, scale: Tensor | None, token_map: Tensor | None, gather: bool,
-    temperature: float, noise: Tensor | None,
+    states: Tensor, w2: Tensor, k: int, scale: Tensor | None, zero: Tensor | None, codes: str,
+    token_map: Tensor | None, gather: bool, temperature: float, noise: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the top k log-probabilities and tokens of every state, `[B, K, k]`."""
-    batch, heads, size = states.shape
+    batch, heads, _ = states.shape
+    states, size, stored = halves(states, w2), w2.shape[-1], constants(w2, scale, zero)
     groups = heads if w2.dim() == 3 else 1
     rows = batch * heads // groups
     device = describe(states.device)
@@ -309,7 +309,10 @@ def _top_k(
     stride_w2_g = w2.stride(0) if w2.dim() == 3 else 0
     elements = unit(size, stride_w2_g, w2.stride(-2))
     vectors = wide(elements, states.dtype, w2.dtype)
-    config = configuration(device, states.dtype, w2.dtype, rows, "vocabulary", vectors=vectors, noise=noise is not None)
+    config = configuration(
+        device, states.dtype, w2.dtype, rows, "vocabulary",
+        vectors=vectors, noise=noise is not None, group=stored["GROUP"],
+    )  # fmt: skip
     tiles = triton.cdiv(rows, config.block_m)
     share = shares(vocabulary, device.multiprocessors * config.programs // (groups * tiles), config.block_v)
     config = narrowed(config, share)
@@ -320,14 +323,14 @@ def _top_k(
     noise = None if noise is None else rows_first(noise)
     places, pdl = triton.next_power_of_2(k), programmatic(states.device)
     vocabulary_kernel[tiles, share.programs, groups](
-        states, w2.view(torch.uint8) if decodes_bytes(device, w2.dtype) else w2, peaks if scale is None else scale, ids,
-        peaks if noise is None else noise, keys, peaks, sums,
+        states, w2.view(torch.uint8) if decodes_bytes(device, w2.dtype) else w2, peaks if scale is None else scale,
+        peaks if zero is None else zero, ids, peaks if noise is None else noise, keys, peaks, sums,
         rows, groups, heads, vocabulary, 0 if noise is None else noise.shape[-1], size // elements,
         stride_w2_g // elements, w2.stride(-2) // elements,
         scale.stride(0) if scale is not None and groups > 1 else 0, *((0, 0) if noise is None else noise.stride()[:2]),
         share.tiles, share.step, 1 / temperature,
-        UNIT=elements, EVEN=size % config.block_k == 0, DECODE=decoding(device, states.dtype, w2.dtype),
-        HAS_SCALE=scale is not None, GATHER=gather, HAS_MAP=token_map is not None,
+        UNIT=elements, EVEN=size % config.block_k == 0, DECODE=decoding(device, states.dtype, w2.dtype, codes),
+        **stored, GATHER=gather, HAS_MAP=token_map is not None,
         HAS_NOISE=noise is not None, K=k, PLACES=places,
         # The rows to gather are known only from the map, which the kernel before may have written.
         **waiting(device, config, tiles * share.programs * groups, w2, elements, pdl, ahead=not gather),

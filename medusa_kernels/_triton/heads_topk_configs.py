@@ -7,6 +7,7 @@ import triton
 
 from medusa_kernels._registry import interpreted
 from medusa_kernels._triton.launch import Device
+from medusa_kernels._triton.quantised_product import packed_config
 from medusa_kernels._triton.streaming import Config, interpreted_config
 
 
@@ -19,11 +20,15 @@ def configuration(
     *,
     vectors: bool = True,
     noise: bool = False,
+    group: int = 0,
 ) -> Config:
     """Choose how weights of dtype `stored` are streamed past `rows` states, in the stage "residual" or "vocabulary".
 
-    `vectors`: whether 16 bytes can be loaded at once (see `streaming.wide`). `noise`: whether noise is added.
+    `vectors`: whether 16 bytes can be loaded at once (see `streaming.wide`). `noise`: whether noise is added. `group`:
+    columns of a group of 4-bit codes.
     """
+    if group:
+        return packed_config(device, dtype, rows, group, crowded=noise or rows > 32)
     if interpreted():
         return interpreted_config(rows)
     m = min(64, max(16, triton.next_power_of_2(rows)))

@@ -265,7 +265,7 @@ def product(
     """Return A W^T over `size` columns, accumulated in fp32 and not rounded: `[BLOCK_M, BLOCK_V]`.
 
     p_a [BLOCK_M] and p_w [BLOCK_V] point at the first elements of rows, m_a and m_w mask them. EVEN: BLOCK_K divides
-    the size. DECODE: how weights are converted to fp16, "" by Triton to the dtype of A. "int8" by `decode_int8`;
+    the size. DECODE: how weights are converted to the dtype of A, "" by Triton, "int8" by `decode_int8`;
     "e4m3" by `decode_e4m3`: the weights are bytes of float8_e4m3fn, and the product is 1/256 of the true one.
     """
     o_k = tl.arange(0, BLOCK_K)
@@ -284,7 +284,7 @@ def product(
         if DECODE == "e4m3":
             b_w = decode_e4m3(b_w)
         elif DECODE == "int8":
-            b_w = decode_int8(b_w)
+            b_w = decode_int8(b_w, b_a.dtype)
         b_b = tl.trans(b_w.to(b_a.dtype))
         if b_a.dtype == tl.float32:
             b_acc, b_comp = dot_accumulate(b_a, b_b, b_acc, b_comp)

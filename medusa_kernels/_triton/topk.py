@@ -33,7 +33,7 @@ def empty_topk(BLOCK_M: tl.constexpr, K: tl.constexpr, PLACES: tl.constexpr):
 def merge_topk(b_topk, b_keys):
     """Return the top k of b_topk [M, PLACES] and b_keys [M, n]: the greatest key replaces the least while greater."""
     b_high, b_low = tl.max(b_keys, 1), tl.min(b_topk, 1)
-    while tl.max((b_high > b_low).to(tl.int32), 0) > 0:
+    while tl.sum((b_high > b_low).to(tl.int32), 0) > 0:
         m_out = (b_topk == b_low[:, None]) & (b_high > b_low)[:, None]
         b_topk = tl.where(m_out, b_high[:, None], b_topk)
         b_keys = tl.where(b_keys == b_high[:, None], NO_KEY, b_keys)
@@ -48,7 +48,7 @@ def merge_topk_of_tile(b_topk, b_order, first):
     b_top, b_column = tl.max(b_order, 1, return_indices=True)
     b_high = tl.where(b_top == NO_ORDER, NO_KEY, packed(b_top, first + b_column))
     b_low = tl.min(b_topk, 1)
-    while tl.max((b_high > b_low).to(tl.int32), 0) > 0:
+    while tl.sum((b_high > b_low).to(tl.int32), 0) > 0:
         m_out = (b_topk == b_low[:, None]) & (b_high > b_low)[:, None]
         b_topk = tl.where(m_out, b_high[:, None], b_topk)
         b_order = tl.where(o_v[None, :] == b_column[:, None], NO_ORDER, b_order)

@@ -19,6 +19,15 @@ from torch.nn.functional import linear
 from medusa_kernels._registry import interpreted
 from medusa_kernels._triton.launch import Warps, describe, on_device
 from medusa_kernels._triton.programmatic import at_once, launch_options, programmatic
+from medusa_kernels._triton.quantised_product import (
+    constants,
+    decodes_bytes,
+    decoding,
+    dot_of_rows,
+    halves,
+    quantised_product,
+    readable,
+)
 from medusa_kernels._triton.streaming import (
     OPTIONS,
     exponential,
@@ -26,7 +35,6 @@ from medusa_kernels._triton.streaming import (
     ordered,
     packed,
     prefetch_rows,
-    product,
     shares,
     unit,
     waiting,
@@ -49,9 +57,10 @@ MOST_LOGITS = 2**24
 
 @triton.jit(do_not_specialize=["rows", "tiles", "step", "nodes", "noises", "stride_noise_rows_b"])
 def project_kernel(
-    hidden, weight, noise, noise_rows, keys, peaks, sums, moments,
+    hidden, weight, scale, zero, noise, noise_rows, keys, peaks, sums, moments,
     rows, vocabulary, size, stride_weight_v, tiles, step, nodes, noises, stride_noise_rows_b, temperature,
     UNIT: tl.constexpr, EVEN: tl.constexpr, SCALED: tl.constexpr, STATS: tl.constexpr, VECTOR: tl.constexpr,
+    DECODE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP: tl.constexpr,
     PDL: tl.constexpr, EARLY: tl.constexpr, PREFETCH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -60,15 +69,15 @@ def project_kernel(
     hidden [R, H], weight [V, H] and noise [B, noises, V], of which each node takes the row that noise_rows gives, make,
     all [R, P]: keys (argmax of x + noise, packed), peaks (m = max x), sums (sum of exp(x - m)) and moments (sum of
     exp(x - m) (x - m)). W h is accumulated in fp32 and rounded to the dtype of hidden, as a model rounds its logits;
-    everything after is fp32. PREFETCH: bytes of each weight row of the first tile to load into the L2 while the
-    previous kernel runs.
+    everything after is fp32. DECODE to GROUP, and what they make of hidden and the size, are as in `quantised_product`.
+    PREFETCH: bytes of each weight row of the first tile to load into the L2 while the previous kernel runs.
     """
     i_m, i_p, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     size, vocabulary, step = size * UNIT, vocabulary * VECTOR, step * VECTOR
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     o_v = tl.arange(0, BLOCK_V)
     m_m = o_m < rows
-    p_a = hidden + o_m.to(tl.int64) * size
+    p_a = hidden + o_m.to(tl.int64) * (size * (2 if GROUP > 0 else 1))
     b_best = tl.full((BLOCK_M,), LOWEST_KEY, tl.int64)
     b_peak = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     b_sum = tl.zeros((BLOCK_M,), tl.float32)
@@ -90,9 +99,12 @@ def project_kernel(
     for tile in range(tiles):
         first = (tile * programs + i_p) * step
         m_v = (o_v < step) & (first + o_v < vocabulary)
-        p_w = weight + (first + o_v).to(tl.int64) * (stride_weight_v * UNIT)
+        o_w = (first + o_v).to(tl.int64)
         # [BLOCK_M, BLOCK_V]
-        b_x = product(p_a, m_m, p_w, m_v, size, BLOCK_M, BLOCK_V, BLOCK_K, EVEN, "")
+        b_x = quantised_product(
+            p_a, m_m, weight + o_w * (stride_weight_v * UNIT), m_v, scale, zero, o_w, size,
+            BLOCK_M, BLOCK_V, BLOCK_K, EVEN, DECODE, HAS_SCALE, HAS_ZERO, GROUP,
+        )  # fmt: skip
         b_x = b_x.to(hidden.dtype.element_ty).to(tl.float32)
         b_x = tl.where(m_v[None, :], b_x, -float("inf"))
         b_score = b_x
@@ -143,9 +155,10 @@ def combined(peaks, sums, o_row, m_row, programs, BLOCK_P: tl.constexpr, EXACT: 
 
 @triton.jit(do_not_specialize=["rows", "nodes", "programs"])
 def merge_kernel(
-    keys, peaks, sums, moments, hidden, weight, candidates, parents, next_tokens, logsumexp, entropy, child_logprobs,
-    rows, nodes, programs, vocabulary, size, stride_weight_v, stride_parents_b, temperature,
+    keys, peaks, sums, moments, hidden, weight, scale, zero, candidates, parents, next_tokens, logsumexp, entropy,
+    child_logprobs, rows, nodes, programs, vocabulary, size, stride_weight_v, stride_parents_b, temperature,
     UNIT: tl.constexpr, SCALED: tl.constexpr, STATS: tl.constexpr, CHAIN: tl.constexpr,
+    DECODE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP: tl.constexpr,
     PDL: tl.constexpr, EARLY: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -153,7 +166,8 @@ def merge_kernel(
 
     With m, S and T the peak, sum and moment over all programs: log-sum-exp = m + log S and entropy = log S - T / S. The
     log-probability of candidates[i] is its logit at the parent less the parent's log-sum-exp; the logit is rounded to
-    the dtype of hidden. keys to moments are [R, P], hidden [R, H], weight [V, H], results [R]; all else is fp32.
+    the dtype of hidden. keys to moments are [R, P], hidden and weight as in `project_kernel`, results [R]; all else is
+    fp32.
     """
     o_row = tl.program_id(0) * BLOCK_R + tl.arange(0, BLOCK_R)
     m_row = o_row < rows
@@ -191,16 +205,12 @@ def merge_kernel(
         m_valid = (b_parent < nodes) & (b_token >= 0) & (b_token < vocabulary)
         m_child = m_row & (b_parent >= 0) & m_valid
         o_parent = i_b * nodes + tl.where(m_child, b_parent, 0)
-        p_a = hidden + o_parent.to(tl.int64) * size
-        p_w = weight + tl.where(m_child, b_token, 0) * (stride_weight_v * UNIT)
-        o_k = tl.arange(0, BLOCK_K)
-        b_logit = tl.zeros((BLOCK_R,), tl.float32)
-        for k in range(0, size, BLOCK_K):
-            m_k = m_child[:, None] & (k + o_k < size)[None, :]
-            # [BLOCK_R, BLOCK_K]
-            b_a = tl.load(p_a[:, None] + (k + o_k)[None, :], mask=m_k, other=0.0).to(tl.float32)
-            b_w = tl.load(p_w[:, None] + (k + o_k)[None, :], mask=m_k, other=0.0).to(tl.float32)
-            b_logit += tl.sum(b_a * b_w, 1)
+        p_a = hidden + o_parent.to(tl.int64) * (size * (2 if GROUP > 0 else 1))
+        o_w = tl.where(m_child, b_token, 0)
+        b_logit = dot_of_rows(
+            p_a, weight + o_w * (stride_weight_v * UNIT), m_child, scale, zero, o_w, size,
+            BLOCK_R, BLOCK_K, DECODE, HAS_SCALE, HAS_ZERO, GROUP,
+        )  # fmt: skip
         b_logit = b_logit.to(hidden.dtype.element_ty).to(tl.float32)
         if SCALED:
             b_logit = tl.math.div_rn(b_logit, tl.zeros_like(b_logit) + temperature)
@@ -224,19 +234,24 @@ def merge_blocks(rows: int, programs: int) -> dict[str, int]:
     }
 
 
-def likeliest(hidden: Tensor, weight: Tensor) -> Tensor:
+def likeliest(
+    hidden: Tensor, weight: Tensor, scale: Tensor | None = None, zero: Tensor | None = None, codes: str = "int4"
+) -> Tensor:
     """Return the token of the greatest logit of every node `[B, N]`, the lowest of equal ones.
 
-    PyTorch multiplies with one part of the vocabulary after another, so that at most `MOST_LOGITS` are in memory.
+    PyTorch multiplies with one part of the vocabulary after another, so that at most `MOST_LOGITS` are in memory, and
+    as many numbers of a quantised weight.
     """
     states = hidden.flatten(0, 1)
-    part, *others = weight.chunk(-(-len(states) * len(weight) // MOST_LOGITS))
-    best, tokens = linear(states, part).max(-1)
-    first = len(part)
-    for part in others:
-        high, index = linear(states, part).max(-1)
-        tokens = torch.where(high > best, index + first, tokens)
-        best, first = torch.maximum(high, best), first + len(part)
+    a_row = len(states) if scale is None else max(states.shape)
+    parts = -(-a_row * len(weight) // MOST_LOGITS)
+    stored = ([None] * parts if tensor is None else tensor.chunk(parts) for tensor in (weight, scale, zero))
+    best = tokens = None
+    first = 0
+    for part in zip(*stored, strict=False):
+        high, index = linear(states, dequantised(*part, codes).to(states.dtype)).max(-1)
+        tokens = index if tokens is None else torch.where(high > best, index + first, tokens)
+        best, first = high if best is None else torch.maximum(high, best), first + len(part[0])
     return tokens.view(hidden.shape[:2])
 
 
@@ -244,15 +259,15 @@ def tree_verify(
     hidden, weight, candidates, parents=None,
     *, temperature=0.0, noise=None, noise_rows=None, want_stats=True, weight_scale=None, weight_zero=None, codes="int4",
 ):  # fmt: skip
-    """Launch both kernels, with a weight in 4 or 8 bits in the dtype of hidden; see the public `tree_verify`."""
-    if weight_scale is not None:
-        weight = dequantised(weight, weight_scale, weight_zero, codes).to(hidden.dtype)
-    batch, nodes, size = hidden.shape
+    """Launch both kernels; see the public `tree_verify`."""
+    batch, nodes, _ = hidden.shape
     vocabulary, rows = weight.shape[0], batch * nodes
     if rows >= PRODUCT_ROWS and hidden.dtype.itemsize == 2 and temperature == 0 and not want_stats:
-        return likeliest(hidden, weight), *(hidden.new_empty(0, dtype=torch.float32) for _ in range(3))
-    hidden, candidates = hidden.contiguous(), candidates.contiguous()
+        tokens = likeliest(hidden, weight, weight_scale, weight_zero, codes)
+        return tokens, *(hidden.new_empty(0, dtype=torch.float32) for _ in range(3))
+    weight, scale, zero = readable(weight, weight_scale, weight_zero, codes, hidden.dtype)
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
+    hidden, candidates, size = halves(hidden, weight), candidates.contiguous(), weight.shape[1]
     next_tokens = torch.empty_like(candidates)
     logsumexp, entropy, child_logprobs = (
         hidden.new_empty(candidates.shape if want_stats else (0,), dtype=torch.float32) for _ in range(3)
@@ -262,9 +277,11 @@ def tree_verify(
         noise, noises = noise.contiguous(), noise.shape[1]
         noise_rows = torch.arange(nodes, device=hidden.device, dtype=torch.int32) if noise_rows is None else noise_rows
     elements = unit(size, weight.stride(0))
-    vectors = wide(elements, hidden.dtype)
-    device = describe(hidden.device)
-    config = configuration(device, hidden.dtype, rows, scaled=scaled, vectors=vectors)
+    device, stored = describe(hidden.device), constants(weight, scale, zero)
+    config = configuration(
+        device, hidden.dtype, rows, scaled=scaled, vectors=wide(elements, hidden.dtype, weight.dtype),
+        stored=weight.dtype, group=stored["GROUP"],
+    )  # fmt: skip
     m_tiles = triton.cdiv(rows, config.block_m)
     slots = device.multiprocessors * config.programs
     # The noise is loaded four numbers at once if rows and tiles start at multiples of four.
@@ -273,10 +290,15 @@ def tree_verify(
     keys = candidates.new_empty(rows, share.programs)
     peaks, sums, moments = hidden.new_empty(3, rows, share.programs, dtype=torch.float32).unbind()
     pdl = programmatic(hidden.device)
-    flags = {"UNIT": elements, "SCALED": scaled, "STATS": want_stats}
+    flags = {"UNIT": elements, "SCALED": scaled, "STATS": want_stats, **stored}
+    flags["DECODE"] = decoding(device, hidden.dtype, weight.dtype, codes)
+    weights = (
+        weight.view(torch.uint8) if decodes_bytes(device, weight.dtype) else weight,
+        peaks if scale is None else scale, peaks if zero is None else zero,
+    )  # fmt: skip
     with on_device(hidden):
         project_kernel[m_tiles, share.programs](
-            hidden, weight, noise if scaled else peaks, noise_rows.contiguous() if scaled else keys,
+            hidden, *weights, noise if scaled else peaks, noise_rows.contiguous() if scaled else keys,
             keys, peaks, sums, moments,
             rows, vocabulary // vector, size // elements, weight.stride(0) // elements, share.tiles,
             share.step // vector, nodes, noises, nodes if scaled and noise_rows.dim() == 2 else 0, temperature,
@@ -288,7 +310,7 @@ def tree_verify(
         blocks = merge_blocks(rows, share.programs)
         programs = triton.cdiv(rows, blocks["BLOCK_R"])
         merge_kernel[(programs,)](
-            keys, peaks, sums, moments, hidden, weight, candidates,
+            keys, peaks, sums, moments, hidden, *weights, candidates,
             keys if parents is None else parents.contiguous(), next_tokens, logsumexp, entropy, child_logprobs,
             rows, nodes, share.programs, vocabulary, size // elements, weight.stride(0) // elements,
             nodes if parents is not None and parents.dim() == 2 else 0, temperature,

@@ -10,11 +10,12 @@ import torch
 from budget import allowed
 from hypothesis import given
 from hypothesis import strategies as st
-from modes import DTYPES, not_finite, of_the_cpu, reads_values
+from modes import DTYPES, not_finite, of_the_cpu, reads_values, stored
 from torch import Tensor
 
 from medusa_kernels import heads_topk, reference
 from medusa_kernels._registry import served_by
+from medusa_kernels.quantised import dequantised
 
 Case = dict[str, Any]
 
@@ -168,6 +169,30 @@ def test_quantised_projection_matches_fp64(device: str, dtype: torch.dtype, stor
     case["w2"] = (case["w2"].float() * 30).round().clamp(-127, 127).to(stored)
     scale = torch.rand(case["w2"].shape[:-1], device=device) / 30
     check(heads_topk(*case.values(), 5, w2_scale=scale), case, 5, scale)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", ["int4 128 zeros", "int4 32", "nf4 64", "fp4 64", "int4 16"])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("gather", [False, True])
+@pytest.mark.parametrize("batch", [2, 40])
+def test_4_bit_projections_match_fp64(
+    device: str, dtype: torch.dtype, form: str, shared: bool, gather: bool, batch: int
+) -> None:
+    """With all inputs; the scales of rows that are left out are NaN."""
+    case = make(batch, 2, 256, 90, shared=shared, dtype=dtype, device=device)
+    w2, scale, zero, codes = stored(form, (90,) if shared else (2, 90), 256, device)
+    inputs, ids = make_inputs(case, 3, 90), None
+    case["w2"] = dequantised(w2, scale, zero, codes, wide=torch.float64)
+    options = inputs | {"w2_scale": scale, "w2_zero": zero, "codes": codes, "gather": gather}
+    if gather:
+        ids = torch.randperm(90, device=device)[:70]
+        scale[..., torch.ones(90, device=device).index_fill(0, ids, 0).bool(), :] = torch.nan
+        case["w2"], inputs["noise"] = case["w2"][..., ids, :], inputs["noise"][..., ids]
+    logprobs, tokens = heads_topk(**(case | {"w2": w2}), k=6, token_map=ids, **options)
+    rows = tokens if ids is None else (tokens[..., None] == ids).int().argmax(-1)
+    check((logprobs, rows), case, 6, **inputs)
 
 
 def make_8_bit(size: int, stored: torch.dtype, device: str) -> tuple[Case, Tensor]:

@@ -10,12 +10,13 @@ import torch
 from budget import assert_within_twice
 from hypothesis import given
 from hypothesis import strategies as st
-from modes import DTYPES, NO_BF16, NOT_FINITE, not_finite, reads_values
+from modes import DTYPES, NO_BF16, NOT_FINITE, not_finite, reads_values, stored
 from torch import Tensor
 
 from medusa_kernels import reference, tree_verify
 from medusa_kernels._registry import served_by
 from medusa_kernels._triton import tree_verify as kernels
+from medusa_kernels.quantised import dequantised
 
 Case = dict[str, Any]
 Statistics = tuple[Tensor, Tensor, Tensor]
@@ -58,7 +59,7 @@ def exact_logits(case: Case, temperature: float) -> Tensor:
 
 def plain_logits(case: Case, temperature: float) -> Tensor:
     """Logits as PyTorch computes them in the dtype of the inputs, widened for the softmax."""
-    logits = (case["hidden"] @ case["weight"].T).float().cpu()
+    logits = (case["hidden"] @ case["weight"].to(case["hidden"].dtype).T).float().cpu()
     return logits / temperature if temperature > 0 else logits
 
 
@@ -86,8 +87,12 @@ def largest_dot_product(case: Case, temperature: float) -> float:
     return (case["hidden"].abs() @ case["weight"].abs().T).max().item() / (temperature or 1)
 
 
-def check(case: Case, temperature: float, noise: Tensor | None, device: str, largest: float | None = None) -> None:
-    got = tree_verify(**case, temperature=temperature, noise=None if noise is None else noise.to(device))
+def check(
+    case: Case, temperature: float, noise: Tensor | None, device: str, largest: float | None = None, **weights: Any
+) -> None:
+    """Check results of the op, whose weight may be stored in another way, against those of the case's weight."""
+    noise_there = None if noise is None else noise.to(device)
+    got = tree_verify(**(case | weights), temperature=temperature, noise=noise_there)
     dtype = case["hidden"].dtype
     exact, plain = exact_logits(case, temperature), plain_logits(case, temperature)
     largest = exact.abs().max().item() if largest is None else largest
@@ -385,6 +390,65 @@ def test_int8_weights_are_scaled(device: str, nodes: int, want_stats: bool) -> N
         tree_verify(**(case | {"weight": values.float().to(device)}), weight_scale=scale.to(device))
     with pytest.raises(ValueError, match="weight_scale: expected shape"):
         tree_verify(**case, weight_scale=scale[1:].to(device))
+
+
+def quantised(form: str, vocabulary: int, size: int, device: str, factor: float = 1.0) -> tuple[Tensor, Case]:
+    """Return a random weight of a form in fp64, times a factor, and the arguments that give it to the op."""
+    weight, scale, zero, codes = stored(form, (vocabulary,), size, device)
+    scale = (scale * factor).to(scale.dtype)
+    given = {"weight": weight, "weight_scale": scale, "weight_zero": zero, "codes": codes}
+    return dequantised(weight, scale, zero, codes, wide=torch.float64), given
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("form", ["int4 128 zeros", "int4 32", "nf4 64", "fp4 64", "int4 16", "int8", "fp8"])
+@pytest.mark.parametrize("nodes", [5, 65])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_quantised_weights_match_fp64(
+    device: str, dtype: torch.dtype, form: str, nodes: int, temperature: float
+) -> None:
+    """States in bf16 may be as large as in fp32, also with weights of 8 bits."""
+    case = make(1, nodes, 256, 333, parents="own", dtype=dtype, device=device)
+    factor = 2.0**20 if form in ("int8", "fp8") and dtype != torch.float16 else 1.0
+    case["hidden"] *= factor
+    case["weight"], given = quantised(form, 333, 256, device, 1 / factor)
+    largest = largest_dot_product(case | {"hidden": case["hidden"].double()}, temperature)
+    noise = gumbel(1, nodes, 333) if temperature else None
+    check(case, temperature, noise, device, largest if dtype == torch.float32 else None, **given)
+
+
+@NO_BF16
+@pytest.mark.parametrize("form", ["int4 128", "nf4 64"])
+def test_a_token_does_not_depend_on_the_nodes_next_to_it(device: str, form: str) -> None:
+    """Every logit is zero but for the rounding of the sum, so another order of the sum gives another token."""
+    if served_by("tree_verify", device).name != "triton":
+        pytest.skip("PyTorch's products depend on their shapes")
+    case = make(1, 65, 512, 200, dtype=torch.bfloat16, device=device)
+    _, given = quantised(form, 200, 512, device)
+    case["hidden"][..., 256:] = -case["hidden"][..., :256]
+    for name in ("weight", "weight_scale"):
+        first, second = given[name].chunk(2, -1)
+        second.copy_(first)
+    together = tree_verify(**(case | given), want_stats=False)[0]
+    assert len(together.unique()) > 20
+    for nodes in (slice(0, 3), slice(40, 65)):
+        part = {name: case[name][:, nodes] for name in ("hidden", "candidates")} | given
+        assert torch.equal(tree_verify(**part, want_stats=False)[0], together[:, nodes])
+
+
+def test_the_likeliest_of_parts_of_a_quantised_vocabulary(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Integers, whose logits are exact. No more numbers of the weight than logits are in memory at once."""
+    monkeypatch.setattr(kernels, "MOST_LOGITS", 1000)
+    seen, plain = [], kernels.dequantised
+    monkeypatch.setattr(kernels, "dequantised", lambda *given: seen.append(plain(*given)) or seen[-1])
+    weight, given = quantised("int4 32 zeros", 101, 64, device)
+    scale = torch.randint(1, 3, given["weight_scale"].shape, device=device).half()
+    exact = dequantised(given["weight"], scale, given["weight_zero"], wide=torch.float64)
+    hidden = torch.randint(-2, 3, (3, 9, 64), device=device)
+    tokens = kernels.likeliest(hidden.float(), given["weight"], scale, given["weight_zero"])
+    assert torch.equal(tokens, (hidden.double() @ exact.T).argmax(-1))
+    assert len(seen) == 7
+    assert all(part.numel() <= 1000 for part in seen)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in Triton's interpreter

@@ -99,6 +99,10 @@ void bits_of_words(Table& t) {
     return out;
   });
   t["bfe.u32"] = row([](u32 a, u32 at, u32 count) -> u32 { return (at & 255) > 31 ? 0 : a >> (at & 255) & low_bits(count & 255); });
+  t["bfe.u64"] = row([](u64 a, u32 at, u32 count) -> u64 {
+    const u64 low = (count & 255) > 63 ? ~u64{0} : (u64{1} << (count & 255)) - 1;
+    return (at & 255) > 63 ? 0 : a >> (at & 255) & low;
+  });
   t["bfe.s32"] = row([](s32 a, u32 at, u32 count) -> s32 {
     const u32 n = count & 255;
     if (!n) return 0;
