@@ -2,7 +2,7 @@
 
     python -m benchmarks.bench_heads_topk --budget 200
 
-Four heads of a model with hidden size 4096: own, trimmed and shared projections, and int8 and fp8 weights. Bytes: the
+Four heads of a model with hidden size 4096: own, trimmed and shared projections, also in 8 and 4 bits. Bytes: the
 weights that are read once (with `gather`, the rows of the shared projection that the token map names), their scales and
 biases. PyTorch has no product of quantised weights with the same meaning, so its peer there has the same weights in
 bf16, and its bytes. Our op is also timed with a root, noise and a temperature, next to itself without.
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.functional import linear, log_softmax, silu
 
 from benchmarks import gpu, suite
+from benchmarks.stored_weights import quantised, restored, row_bytes
 from medusa_kernels import heads_topk
 
 OP = "heads_topk"
@@ -27,7 +28,6 @@ K, HIDDEN, BEST = 4, 4096, 10
 # Logits near 4.5 are rounded to bf16, in a spacing of 2^-5, after sums in another order: two spacings at most.
 TOLERANCE = {torch.bfloat16: 7e-2, torch.float16: 1e-2, torch.float32: 1e-3}
 ROOTED = "medusa_kernels, root and noise"
-WEIGHTS = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Case(suite.Case):
         form: "own" (a projection a head), "shared" (one for all), or "gather" (shared, rows named by a token map).
         rows: rows that are scored a head.
         vocabulary: the model's; more than `rows` where the heads are trimmed.
-        weights: "full" (the dtype of the run), "int8" or "fp8".
+        weights: "full" (the dtype of the run), or one of `stored_weights.FORMS`.
         batch: rows of hidden states.
     """
 
@@ -51,12 +51,10 @@ class Case(suite.Case):
     hidden: int = HIDDEN
     k: int = BEST
 
-    def bytes(self, element: int, quantised: int = 1) -> int:
+    def bytes(self, element: int, weights: str | None = None) -> int:
         """Count the weights that are read, their scales and the biases once."""
         projections = self.heads if self.form == "own" else 1
-        stored = element if self.weights == "full" else quantised
-        scales = 4 if self.weights != "full" and stored != element else 0
-        projection = projections * self.rows * (self.hidden * stored + scales)
+        projection = projections * self.rows * row_bytes(weights or self.weights, self.hidden, element)
         return projection + self.heads * (self.hidden + 1) * self.hidden * element
 
 
@@ -68,6 +66,8 @@ def cases() -> Iterator[Case]:
         ("shared", 128256, 128256, "full"),
         ("own", 32000, 32000, "int8"),
         ("own", 32000, 32000, "fp8"),
+        ("own", 32000, 32000, "int4 g128"),
+        ("shared", 128256, 128256, "int4 g128"),
         ("gather", 32768, 128256, "full"),
         ("own", 128256, 128256, "full"),
         ("own", 8192, 128256, "full"),
@@ -91,6 +91,7 @@ class Inputs:
     b1: Tensor
     w2: Tensor
     scale: Tensor | None
+    codes: str
     token_map: Tensor | None
     plain: Tensor
     sampling: dict[str, Any]
@@ -104,14 +105,10 @@ def inputs(case: Case, run: suite.Run) -> Inputs:
     if case.form != "own":
         shape = (case.vocabulary if case.form == "gather" else case.rows, case.hidden)
     w2, scale = make(shape).normal_(std=spread), None
-    plain = w2
+    plain, codes = w2, "int4"
     if case.weights != "full":
-        # The largest weight of a row becomes the largest number of the format.
-        most = 127.0 if case.weights == "int8" else 448.0
-        scale = torch.full(shape[:-1], 6 * spread / most, dtype=torch.float32, device=run.device)
-        levels = (w2.float() / scale[..., None]).clamp(-most, most)
-        w2 = (levels.round() if case.weights == "int8" else levels).to(WEIGHTS[case.weights])
-        plain = (w2.float() * scale[..., None]).to(run.dtype)
+        w2, scale, codes = quantised(w2, case.weights)
+        plain = restored(w2, scale, codes, run.dtype)
     token_map = None
     if case.rows < case.vocabulary:
         token_map = torch.randperm(case.vocabulary, device=run.device)[: case.rows].sort().values
@@ -124,6 +121,7 @@ def inputs(case: Case, run: suite.Run) -> Inputs:
         make(case.heads, case.hidden).normal_(std=0.1),
         w2,
         scale,
+        codes,
         token_map,
         plain,
         {
@@ -137,7 +135,7 @@ def inputs(case: Case, run: suite.Run) -> Inputs:
 
 def ours(case: Case, x: Inputs, **sampling: Any) -> tuple[Tensor, Tensor]:
     """Our op."""
-    more: dict[str, Any] = {"gather": True} if case.form == "gather" else {}
+    more: dict[str, Any] = {"codes": x.codes} | ({"gather": True} if case.form == "gather" else {})
     return heads_topk(x.hidden, x.w1, x.b1, x.w2, case.k, w2_scale=x.scale, token_map=x.token_map, **more, **sampling)
 
 
@@ -169,7 +167,7 @@ def torch_each(case: Case, x: Inputs) -> tuple[Tensor, Tensor]:
 
 def measure(case: Case, run: suite.Run) -> None:
     """Measure our op, then PyTorch's ways."""
-    read, plain = (case.bytes(run.dtype.itemsize, quantised) for quantised in (1, run.dtype.itemsize))
+    read, plain = (case.bytes(run.dtype.itemsize, weights) for weights in (None, "full"))
     copies = [inputs(case, run) for _ in range(gpu.sets_needed(read, run.device))]
     suffix = "" if case.weights == "full" else f", {str(run.dtype).removeprefix('torch.')} weights"
     ways = {"torch batched": torch_batched} | ({"torch a head": torch_each} if case.form == "own" else {})

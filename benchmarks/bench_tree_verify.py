@@ -1,23 +1,30 @@
 """Verification of all tree nodes against PyTorch's projection, argmax, log-softmax, entropy and gather.
 
     python -m benchmarks.bench_tree_verify --budget 120
+    python -m benchmarks.bench_tree_verify --predict
 
 Greedy verification with and without the statistics, hidden size 4096. Bytes: the projection and the hidden states once;
-PyTorch's logits, which it writes and reads again, are not counted for either.
+PyTorch's logits, which it writes and reads again, are not counted for either. The peer of quantised weights has them in
+the dtype of the states. `--predict` measures nothing: it prints the bytes of models' projections and the microseconds
+that they take at the bandwidth of data sheets.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, log_softmax
 
-from benchmarks import gpu, suite
+from benchmarks import gpu, inspection, suite
 from benchmarks.bench_tree_attention import tree
+from benchmarks.stored_weights import quantised, restored, row_bytes
 from medusa_kernels import tree_verify
 
 OP = "tree_verify"
@@ -25,6 +32,10 @@ HIDDEN = 4096
 # Logits near 4.5 are rounded to bf16 by both, in a spacing of 2^-5, after sums in another order: the chosen tokens'
 # exact logits may differ by two spacings where they tie after rounding. Statistics average over many logits.
 TOLERANCE = {torch.bfloat16: 7e-2, torch.float16: 1e-2, torch.float32: 1e-3}
+CARDS = {"A100": 1935e9, "A6000": 768e9, "RTX 4090": 1008e9, "H100": 3350e9}
+"""Bytes per second of their memory, by data sheet."""
+MODELS = {"Llama-3-8B": 128256, "Llama-2-7B": 32000}
+"""Vocabularies of models whose hidden size is `HIDDEN`."""
 Result = tuple[Tensor, ...]
 
 
@@ -37,12 +48,14 @@ class Case(suite.Case):
     stats: bool
     batch: int
     hidden: int = HIDDEN
+    weights: str = "full"
 
-    def bytes(self, element: int) -> int:
+    def bytes(self, element: int, weights: str | None = None) -> int:
         """Count weight and hidden states, and what is written."""
         rows = self.batch * self.nodes
         written = rows * (8 + (12 if self.stats else 0))
-        return element * self.hidden * (self.vocabulary + rows) + written
+        weight = self.vocabulary * row_bytes(weights or self.weights, self.hidden, element)
+        return weight + element * self.hidden * rows + written
 
     def flop(self) -> int:
         """Count the projection."""
@@ -50,7 +63,7 @@ class Case(suite.Case):
 
 
 def cases() -> Iterator[Case]:
-    """All cases, the most telling first."""
+    """All cases, the most telling first; those of quantised weights last."""
     axes = {
         "batch": (1, 4),
         "stats": (False, True),
@@ -59,6 +72,10 @@ def cases() -> Iterator[Case]:
     }
     for chosen in suite.by_rank(axes):
         yield Case(**chosen)
+    for weights in ("int4 g128", "int8", "nf4 g64"):
+        for nodes in (16, 64, 1):
+            yield Case(128256, nodes, False, 1, weights=weights)
+    yield Case(128256, 16, True, 1, weights="int4 g128")
 
 
 @dataclass
@@ -69,27 +86,36 @@ class Inputs:
     weight: Tensor
     candidates: Tensor
     parents: Tensor
+    plain: Tensor
+    stored: dict[str, Any]
 
 
 def inputs(case: Case, run: suite.Run) -> Inputs:
     """Draw one copy: logits of unit size."""
     make = functools.partial(torch.empty, dtype=run.dtype, device=run.device)
+    weight, stored = make(case.vocabulary, case.hidden).normal_(std=case.hidden**-0.5), {}
+    plain = weight
+    if case.weights != "full":
+        weight, scale, codes = quantised(weight, case.weights)
+        plain, stored = restored(weight, scale, codes, run.dtype), {"weight_scale": scale, "codes": codes}
     return Inputs(
         make(case.batch, case.nodes, case.hidden).normal_(),
-        make(case.vocabulary, case.hidden).normal_(std=case.hidden**-0.5),
+        weight,
         torch.randint(case.vocabulary, (case.batch, case.nodes), device=run.device),
         tree(case.nodes).parents.to(run.device),
+        plain,
+        stored,
     )
 
 
 def ours(case: Case, x: Inputs) -> Result:
     """Our op."""
-    return tree_verify(x.hidden, x.weight, x.candidates, x.parents, want_stats=case.stats)
+    return tree_verify(x.hidden, x.weight, x.candidates, x.parents, want_stats=case.stats, **x.stored)
 
 
 def torch_verify(case: Case, x: Inputs) -> Result:
     """PyTorch with all logits in memory."""
-    logits = linear(x.hidden, x.weight)
+    logits = linear(x.hidden, x.plain)
     tokens = logits.argmax(-1)
     if not case.stats:
         return (tokens,)
@@ -107,7 +133,7 @@ def difference(case: Case, x: Inputs, one: Result, other: Result) -> float:
 
     The tokens themselves may differ where rounded logits tie.
     """
-    logits = [torch.einsum("bnh,bnh->bn", x.hidden.float(), x.weight[tokens].float()) for tokens, *_ in (one, other)]
+    logits = [torch.einsum("bnh,bnh->bn", x.hidden.float(), x.plain[tokens].float()) for tokens, *_ in (one, other)]
     parts = [(logits[0] - logits[1]).abs().max()]
     if case.stats:
         parts += [(a - b).abs().max() for a, b in zip(one[1:], other[1:], strict=True)]
@@ -123,12 +149,29 @@ def measure(case: Case, run: suite.Run) -> None:
         return difference(case, x, ours(case, x), way(x))
 
     peers = {"torch": functools.partial(torch_verify, case)}
+    plain = case.bytes(run.dtype.itemsize, "full")
     tolerance, mine = TOLERANCE[run.dtype], functools.partial(ours, case)
-    run.compare(case, copies, mine, peers, error, tolerance, bytes=read, flop=case.flop())
+    run.compare(case, copies, mine, peers, error, tolerance, bytes=read, peer_bytes=plain, flop=case.flop())
 
 
 SMALL = Case(vocabulary=1000, nodes=5, stats=True, batch=1, hidden=256)
 
 
+def predict() -> None:
+    """Print what is predicted, not measured: bytes of `lm_head`, and microseconds at the memory's full bandwidth."""
+    lines = []
+    for (model, vocabulary), weights in itertools.product(MODELS.items(), ("full", "int8", "nf4 g64", "int4 g128")):
+        read = Case(vocabulary, 16, False, 1, weights=weights).bytes(2)
+        name = "bf16" if weights == "full" else weights
+        lines.append((model, name, f"{read / 1e6:.0f}", *(f"{read / rate * 1e6:.0f}" for rate in CARDS.values())))
+    print(inspection.aligned(("model", "weights", "MB", *(f"{card}, us" for card in CARDS)), lines, 2))
+
+
 if __name__ == "__main__":
-    suite.main(__doc__, OP, cases(), measure, budget=120)
+    options = suite.parser(__doc__, 120)
+    options.add_argument("--predict", action="store_true", help="print predicted bytes and times, measure nothing")
+    if "--predict" in sys.argv[1:]:
+        options.parse_args()
+        predict()
+    else:
+        suite.main(__doc__, OP, cases(), measure, budget=120, options=options)

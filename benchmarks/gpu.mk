@@ -46,8 +46,10 @@ gpu-sanitize: gpu-build
 
 BENCH = $(ON_GPU) -m benchmarks.
 gpu-attention = $(BENCH)bench_tree_attention --budget 480
-gpu-heads = $(BENCH)bench_heads_topk --budget 240
-gpu-verify = $(BENCH)bench_tree_verify --budget 200
+gpu-heads = $(BENCH)bench_heads_topk --budget 280
+# Quantised weights are the last cases, and are asked for by themselves.
+gpu-verify = $(BENCH)bench_tree_verify --budget 200 --only weights=full && $(BENCH)bench_tree_verify --budget 120 --only g128 && \
+	$(BENCH)bench_tree_verify --budget 60 --only int8 && $(BENCH)bench_tree_verify --budget 60 --only g64
 gpu-compact = $(BENCH)bench_kv_compact --budget 120 && $(BENCH)bench_rope_append --budget 120 && \
 	$(BENCH)bench_tree_select --budget 40
 gpu-sampling = $(BENCH)bench_sampling --budget 60 && $(BENCH)bench_gumbel_noise --budget 20

@@ -48,26 +48,28 @@ def test_attention_peers_agree(nodes: int, heads: int, variants: set[str]) -> No
     assert found["medusa_kernels"]["shapes"]["models"] == ["a", "b"]
 
 
-@pytest.mark.parametrize("weights", ["full", "int8", "fp8"])
+@pytest.mark.parametrize("weights", ["full", "int8", "fp8", "int4 g128"])
 def test_heads_peers_agree(weights: str) -> None:
-    case = bench_heads_topk.Case("own", 130, 300, weights, batch=3, heads=2, hidden=64, k=4)
+    case = bench_heads_topk.Case("own", 130, 300, weights, batch=3, heads=2, hidden=128, k=4)
     found = measured(bench_heads_topk, case)
     suffix = "" if weights == "full" else ", float32 weights"
     rooted = found.pop(bench_heads_topk.ROOTED)
     assert set(found) == {"medusa_kernels", f"torch batched{suffix}", f"torch a head{suffix}"}
-    assert rooted["bytes"] - found["medusa_kernels"]["bytes"] == 2 * 64 * 64 * 4 + 3 * 2 * 130 * 4
+    assert rooted["bytes"] - found["medusa_kernels"]["bytes"] == 2 * 128 * 128 * 4 + 3 * 2 * 130 * 4
     assert rooted["ours_us"] == pytest.approx(found["medusa_kernels"]["median_us"], abs=0.01)
-    blocks = 2 * 64 * 65 * 4
-    plain = 2 * 130 * 64 * 4 + blocks
-    assert found["medusa_kernels"]["bytes"] == (plain if weights == "full" else 2 * 130 * (64 + 4) + blocks)
+    blocks = 2 * 128 * 129 * 4
+    plain = 2 * 130 * 128 * 4 + blocks
+    row = {"full": 128 * 4, "int4 g128": 64 + 2}.get(weights, 128 + 4)
+    assert found["medusa_kernels"]["bytes"] == 2 * 130 * row + blocks
     assert found[f"torch batched{suffix}"]["bytes"] == plain
     assert "wrong" not in {key for record in found.values() for key in record}
 
 
-@pytest.mark.parametrize("stats", [False, True])
-def test_verify_peer_agrees(stats: bool) -> None:
-    found = measured(bench_tree_verify, bench_tree_verify.Case(300, 7, stats, batch=2, hidden=64))
-    assert found["medusa_kernels"]["bytes"] == 4 * 64 * (300 + 14) + 14 * (20 if stats else 8)
+@pytest.mark.parametrize(("stats", "weights"), [(False, "full"), (True, "full"), (True, "nf4 g64")])
+def test_verify_peer_agrees(stats: bool, weights: str) -> None:
+    found = measured(bench_tree_verify, bench_tree_verify.Case(300, 7, stats, batch=2, hidden=64, weights=weights))
+    weight = 300 * (4 * 64 if weights == "full" else 32 + 4)
+    assert found["medusa_kernels"]["bytes"] == weight + 4 * 64 * 14 + 14 * (20 if stats else 8)
     assert "median_us" in found["torch"]
 
 
