@@ -72,6 +72,7 @@ void add_conversions(Table& t) {
   t["cvt.f16.f32"] = row([](float a) -> u16 { return to_f16(a); });
   t["cvt.f16.f64"] = row([](double a) -> u16 { return to_f16(a); });
   t["cvt.bf16.f64"] = row([](double a) -> u16 { return to_bf16(a); });
+  t["cvt.bf16.f16"] = row([](u16 a) -> u16 { return to_bf16(from_f16(a)); });
   t["ftz.cvt.f32.f16"] = t["cvt.f32.f16"];
   t["ftz.cvt.f16.f32"] = row([](float a) -> u16 { return to_f16(flushed(a)); });
   // To the nearest, halves to even (rn) or away from zero (rna).
