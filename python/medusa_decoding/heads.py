@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from medusa_decoding.checks import shown
-from medusa_kernels import heads_topk
+from medusa_decoding.linears.reading import projection
+from medusa_kernels import Projection, heads_topk
 
 MAX_TOP_K = 32
 ROOT_EPSILON = 1e-6
@@ -300,14 +301,14 @@ class MedusaHeads(nn.Module):
         Args:
             hidden: [B, H] hidden state of each row's last accepted token, after the base model's final norm.
             k: tokens per head, 1 to 32.
-            lm_head: the base model's lm_head; needed exactly when the projection is shared. Anything but a plain Linear
-                without bias (quantised, LoRA-wrapped) is called as a module.
+            lm_head: the base model's lm_head; needed exactly when the projection is shared. What the op cannot read
+                (see `linears.reading`), such as one wrapped by peft, is called as a module.
             root_embedding: as in `forward`.
             temperature: divides the logits, above 0.
             noise: fp32 [B, at least K, V], added to the logits of head j and token t: noise[:, j, t]. With the numbers
                 that sampling adds at the same place, tokens are ranked by how likely they are to be drawn there.
         """
-        own = None if self.w2 is None else (self.w2, self.w2_scale)
+        own = None if self.w2 is None else Projection(self.w2, scale=self.w2_scale)
         projected = own or projection(lm_head)
         if projected is None:
             logits = self.forward(hidden, lm_head, root_embedding=root_embedding).float() / temperature
@@ -319,11 +320,11 @@ class MedusaHeads(nn.Module):
                 tokens = self.token_map[tokens]
             return DraftTokens(values - logits.logsumexp(-1, keepdim=True), tokens)
         gather = self.w2 is None and self.token_map is not None
-        weight, scale = projected
         best = heads_topk(
-            hidden, self.w1, self.b1, weight, k,
-            w2_scale=scale, token_map=self.token_map, gather=gather,
+            hidden, self.w1, self.b1, projected.weight, k,
+            w2_scale=projected.scale, token_map=self.token_map, gather=gather,
             root=self._root(hidden, root_embedding), w_root=self.root_up, temperature=temperature, noise=noise,
+            w2_zero=projected.zero, codes=projected.codes,
         )  # fmt: skip
         return DraftTokens(*best)
 
@@ -480,64 +481,6 @@ def not_finite(weights: Mapping[str, torch.Tensor]) -> list[str]:
     extremes = [torch.stack(torch.aminmax(weight.detach())) for weight in weights.values()]
     finite = torch.stack([pair.to(extremes[0].device) for pair in extremes]).isfinite().all(dim=1).tolist()
     return [name for name, held in zip(weights, finite, strict=True) if not held]
-
-
-def plain_weight(linear: nn.Module | None) -> torch.Tensor | None:
-    """Return the weight of a plain bias-free `nn.Linear` without hooks, else None (call the module instead)."""
-    if type(linear) is nn.Linear and linear.bias is None and not is_hooked(linear):
-        # A tensor subclass (a quantised weight) is for its own module's product.
-        return linear.weight if type(linear.weight) in (nn.Parameter, torch.Tensor) else None
-    return None
-
-
-def projection(linear: nn.Module | None) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """Return what the ops project with instead of a bias-free `nn.Linear`: its weight, and row scales of an int8 one.
-
-    None if only the module itself can be called. See `int8_rows` for the int8 weights.
-    """
-    weight = plain_weight(linear)
-    if weight is not None:
-        return weight, None
-    # While a step is traced, what a quantised tensor holds cannot be checked.
-    unchecked = torch.compiler.is_compiling()
-    if unchecked or type(linear) is not nn.Linear or linear.bias is not None or is_hooked(linear):
-        return None
-    return int8_rows(linear.weight)
-
-
-def int8_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the int8 values [N, K] and fp32 row scales [N] that a weight-only quantised tensor of torchao holds.
-
-    Views of the tensor's own memory. None for anything else: other tensors and devices, activations quantised or scaled
-    as well, groups within a row, or zero points.
-    """
-    if type(weight).__name__ != "Int8Tensor" or not type(weight).__module__.startswith("torchao."):
-        return None
-    held: Any = weight
-    values, scale, zero = held.qdata, held.scale, held.zero_point
-    by_row = values.dim() == 2 and scale.numel() == len(values) and list(held.block_size) == [1, values.shape[1]]
-    plain = held.act_quant_kwargs is None and getattr(held, "act_pre_scale", None) is None
-    plain = plain and (zero is None or not bool(zero.any()))
-    laid_out = values.is_contiguous() and scale.is_contiguous() and scale.dtype == torch.float32
-    if not by_row or not plain or not laid_out or values.device.type != "cpu":
-        return None
-    return values, scale.view(-1)
-
-
-def is_hooked(module: nn.Module) -> bool:
-    """Return whether calling the module does more than its class's forward.
-
-    transformers' hooks that record outputs do not count: they stay on a model after its first call with
-    `output_hidden_states` or `output_attentions`, and do nothing in any other call.
-    """
-    recording = "transformers.utils.output_capturing"
-    hooks = [hook for hook in module._forward_hooks.values() if getattr(hook, "__module__", None) != recording]
-    if hooks or module._forward_pre_hooks:
-        return True
-    # accelerate, when it removes its hooks, leaves the class's forward bound to the module.
-    forward = vars(module).get("forward")
-    own = getattr(forward, "__self__", None) is module and getattr(forward, "__func__", None) is type(module).forward
-    return "forward" in vars(module) and not own
 
 
 @contextlib.contextmanager

@@ -67,8 +67,8 @@ class MedusaModel:
 
     Args:
         base: a causal language model as loaded by transformers (quantised or LoRA-wrapped is fine). Its attention
-            modules are swapped until `undo` (or the end of a `with` block); meanwhile its own forward and `generate`
-            keep working.
+            modules are swapped until `undo` (or the end of a `with` block), and some quantised linear ones replaced
+            (see `LinearHold`); meanwhile its own forward and `generate` keep working.
         heads: its heads; None for plain decoding only.
         tree: what `generate` verifies by default, a Tree or "auto", which picks one for each step. None for the tree
             that was tuned for this device if there is one (see `from_pretrained`), else "auto", or plain decoding
@@ -107,7 +107,7 @@ class MedusaModel:
             self._untuned = UNTUNED
             self._told: set[str] = set()
         except BaseException:
-            self.backbone.swap.undo()
+            self.backbone.undo()
             raise
 
     @classmethod
@@ -432,7 +432,7 @@ class MedusaModel:
             self._adaptive.clear()
 
     def suspend(self) -> None:
-        """Restore the base model's own attention modules until `resume`; caches and steps are kept.
+        """Restore the base model's own modules until `resume`; caches and steps are kept.
 
         Meanwhile this object refers to the base model weakly, to its layers strongly.
 
@@ -441,12 +441,12 @@ class MedusaModel:
         """
         with self._between_generations("suspend"):
             if self.backbone.swap.active:
-                self.backbone.swap.suspend()
+                self.backbone.suspend()
                 self._suspended = weakref.ref(self.base), weakref.ref(self.backbone.causal_lm)
                 self.base = self.backbone.causal_lm = None
 
     def resume(self) -> None:
-        """Swap the attention modules again after `suspend`.
+        """Swap the modules again after `suspend`.
 
         Raises:
             ValueError: the base model was deleted, or a layer has an unsupported attention now.
@@ -457,12 +457,12 @@ class MedusaModel:
             base, causal = (reference() for reference in self._suspended)
             if base is None or causal is None:
                 raise ValueError("MedusaModel: expected the base model still in use, got one that was deleted")
-            self.backbone.swap.resume()
+            self.backbone.resume(causal)
             self.base, self.backbone.causal_lm = base, causal
             self._suspended = None
 
     def undo(self) -> None:
-        """Restore the base model's own attention modules; this object cannot generate any more.
+        """Restore the base model's own modules; this object cannot generate any more.
 
         Waits for a generation in another thread.
 
@@ -471,7 +471,7 @@ class MedusaModel:
         """
         with self._between_generations("undo"):
             self._steps.clear()
-            self.backbone.swap.undo()
+            self.backbone.undo()
 
     @contextlib.contextmanager
     def _between_generations(self, what: str) -> Iterator[None]:
@@ -540,7 +540,7 @@ class MedusaModel:
 def _sizes_of_loaded(base: nn.Module, given: dict[str, Any]) -> dict[str, int]:
     """Return the sizes of a loaded model; raise `ValueError` if it is unsupported, or for arguments of loading."""
     backbone = Backbone(base)
-    backbone.swap.undo()
+    backbone.undo()
     if given["dtype"] in ("auto", backbone.dtype, str(backbone.dtype).removeprefix("torch.")):
         given = given | {"dtype": None}
     for name, value in given.items():

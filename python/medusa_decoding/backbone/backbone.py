@@ -1,7 +1,7 @@
 """Backbone: run the loaded model's own modules over the tokens of a decode pass.
 
-It calls the embedding, the decoder layers and the final norm of the loaded model; only the attention modules are
-swapped. `choose_layers` decides whether `fused_layers` runs the layers.
+It calls the embedding, the decoder layers and the final norm of the loaded model; only the attention modules, and some
+quantised linear ones, are swapped. `choose_layers` decides whether `fused_layers` runs the layers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from medusa_decoding.backbone.attention_swap import AttentionSwap, DecodeContext
 from medusa_decoding.backbone.generation_lock import lock_of
 from medusa_decoding.backbone.rope import rope_tables
 from medusa_decoding.backbone.tensor_parallel import Peers, Sharded, local_kv_heads
-from medusa_decoding.heads import is_hooked
+from medusa_decoding.linears.holding import LinearHold
+from medusa_decoding.linears.reading import is_hooked
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,7 @@ class Backbone:
     Attributes:
         causal_lm: the causal language model, without peft's wrapper.
         decoder: its decoder, `causal_lm.model`: embedding, layers and final norm.
+        linears: keeps quantised linear modules readable, see `LinearHold`.
         peers: the processes that the model is sharded over.
         kv_heads: KV heads per layer in this process; all of them unless the model is tensor parallel.
         lock: held by one generation of this model at a time, whatever heads it uses.
@@ -60,14 +62,38 @@ class Backbone:
         self.decoder = decoder
         self.config: Any = causal.config
         check_layers(decoder.layers)
-        self.check(base, now=False)
-        self.lock = lock_of(decoder)
-        self.peers = Peers.from_model(causal)
-        self.kv_heads = local_kv_heads(causal, self.peers.size)
-        self.swap = AttentionSwap(decoder.layers)
+        self.linears = LinearHold(causal)
+        try:
+            self.check(base, now=False)
+            self.lock = lock_of(decoder)
+            self.peers = Peers.from_model(causal)
+            self.kv_heads = local_kv_heads(causal, self.peers.size)
+            self.swap = AttentionSwap(decoder.layers)
+        except BaseException:
+            self.linears.undo()
+            raise
         self.fuse = False
         self.native: fused_layers.NativeLayers | None = None
         self._said: str | None = None
+
+    def undo(self) -> None:
+        """Give the model its own modules back; a second call does nothing."""
+        self.swap.undo()
+        self.linears.undo()
+
+    def suspend(self) -> None:
+        """Give the model its own modules back until `resume`."""
+        self.swap.suspend()
+        self.linears.undo()
+
+    def resume(self, causal: Any) -> None:
+        """Hold the model `causal` again; see `AttentionSwap.resume` for errors, after which nothing is changed."""
+        self.linears.resume(causal)
+        try:
+            self.swap.resume()
+        except BaseException:
+            self.linears.undo()
+            raise
 
     def check(self, base: Any, now: bool = True) -> None:
         """Raise `ValueError` if the model has been cast, moved or patched so that it cannot be decoded.
@@ -83,7 +109,7 @@ class Backbone:
     def choose_layers(self, captured: bool) -> bool:
         """Choose how the layers of steps run, and log it once with the reason.
 
-        If their modules are plain, `fused_layers` runs them: on a CPU in one call of the C++ library, on CUDA in
+        If the ops can read their modules, `fused_layers` runs them: on a CPU in one call of the C++ library, on CUDA in
         captured steps. Otherwise, or if the model is tensor parallel, they run module by module.
 
         Returns:
@@ -98,7 +124,9 @@ class Backbone:
                 else (fused_layers.native_obstacle if on_cpu else fused_layers.obstacle)(self.decoder)
             )
             how = "one call of the C++ library" if on_cpu else "fused"
-            said = f"layers: module by module ({why_not})" if why_not else f"layers: {how} (plain modules)"
+            said = f"layers: module by module ({why_not})"
+            if why_not is None:
+                said = f"layers: {how} ({fused_layers.forms(self.decoder)})"
             if said != self._said:
                 self._said = said
                 logger.info("%s", said)

@@ -24,7 +24,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3MLP
 from medusa_decoding.backbone.attention_swap import DecodeContext, TreeAttention
 from medusa_decoding.backbone.tensor_parallel import is_sharded
 from medusa_decoding.backbone.unsupported import foreign_forward
-from medusa_decoding.heads import int8_rows, is_hooked
+from medusa_decoding.linears.reading import is_hooked, read
 from medusa_kernels import (
     LayerWeights,
     Projection,
@@ -33,6 +33,7 @@ from medusa_kernels import (
     decoder_layers,
     linear_parts,
     packed,
+    quantised,
     served_by,
 )
 
@@ -46,11 +47,9 @@ _SILU = (nn.SiLU, type(ACT2FN["silu"]))
 _NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
 
 
-def obstacle(decoder: Any, int8: bool = False) -> str | None:
-    """Return what prevents running a decoder (such as `LlamaModel`) fused, or None.
-
-    With `int8`, weights that `int8_rows` can read are no obstacle.
-    """
+def obstacle(decoder: Any) -> str | None:
+    """Return what prevents running a decoder (such as `LlamaModel`) fused, or None."""
+    dtype = decoder.norm.weight.dtype
     if any(is_sharded(parameter) for parameter in decoder.parameters()):
         return "the model is tensor parallel: its projections exchange with other processes"
     if type(decoder.norm) not in _NORMS or is_hooked(decoder.norm):
@@ -62,31 +61,31 @@ def obstacle(decoder: Any, int8: bool = False) -> str | None:
         attention, mlp = layer.self_attn, layer.mlp
         if type(layer) not in LAYERS or type(mlp) not in _MLPS or not isinstance(attention, TreeAttention):
             return f"layer {index} is a {type(layer).__name__} with a {type(mlp).__name__}"
-        linears = [getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
-        linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+        linears = _linears(layer)
         if type(mlp.act_fn) not in _SILU:
             return f"layer {index} has the activation {type(mlp.act_fn).__name__}, not SiLU"
         norms = [layer.input_layernorm, layer.post_attention_layernorm]
         norms += [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
-        for module in (*linears, *norms, layer, mlp, mlp.act_fn, attention):
+        for module in (*norms, layer, mlp, mlp.act_fn, attention):
             if is_hooked(module):
                 return f"layer {index} has forward hooks on its {type(module).__name__}"
-        for module, plain in (*((m, (nn.Linear,)) for m in linears), *((m, _NORMS) for m in norms)):
-            if type(module) not in plain:
-                return f"layer {index} has a {type(module).__module__}.{type(module).__name__}"
-            bias = getattr(module, "bias", None)
-            if bias is not None and (bias.dtype != decoder.norm.weight.dtype or not bias.is_contiguous()):
-                return f"layer {index} has a bias of another dtype or layout than the norms'"
-            if int8 and int8_rows(module.weight) is not None:
-                continue
-            if type(module.weight) not in (nn.Parameter, torch.Tensor):
-                return f"layer {index} has a weight of {type(module.weight).__module__}.{type(module.weight).__name__}"
-            if module.weight.dtype != decoder.norm.weight.dtype or not module.weight.is_contiguous():
-                return f"layer {index} has a weight of another dtype or layout than the norms'"
-        for group in (linears[:3], linears[4:6]):
-            if len({int8_rows(module.weight) is None for module in group}) > 1:
-                return f"layer {index} has projections in int8 beside others that are not"
-        classes.update(map(type, (*linears, *norms, layer, mlp, mlp.act_fn)))
+        for norm in norms:
+            if type(norm) not in _NORMS:
+                return f"layer {index} has a {type(norm).__module__}.{type(norm).__name__}"
+            if norm.weight.dtype != dtype or not norm.weight.is_contiguous():
+                return f"layer {index} has a norm of another dtype or layout than the final one"
+        found = [read(module) for module in linears]
+        for one in found:
+            if isinstance(one, str):
+                return f"layer {index} has {one}"
+            plain = [one.bias, *([one.weight] if one.scale is None else [])]
+            if any(t is not None and (t.dtype != dtype or not t.is_contiguous()) for t in plain):
+                return f"layer {index} has a weight or bias of another dtype or layout than the norms'"
+        for group in (found[:3], found[4:6]):
+            if len({one.form for one in group if not isinstance(one, str)}) > 1:
+                return f"layer {index} has projections side by side that are quantised differently"
+        classes.update(map(type, (*norms, layer, mlp, mlp.act_fn)))
+        classes.update({nn.Linear}.intersection(map(type, linears)))
     for cls in classes:
         other = foreign_forward(cls)
         if other is not None:
@@ -96,7 +95,7 @@ def obstacle(decoder: Any, int8: bool = False) -> str | None:
 
 def native_obstacle(decoder: Any) -> str | None:
     """Return what prevents running a decoder on a CPU as `NativeLayers`, or None."""
-    found = obstacle(decoder, int8=True)
+    found = obstacle(decoder)
     if found is not None:
         return found
     served = served_by("decoder_layers", "cpu")
@@ -109,7 +108,8 @@ def native_obstacle(decoder: Any) -> str | None:
     if len(norms) > 1 or len(scales) > 1:
         return f"the layers differ in epsilon ({norms}) or attention scale ({scales})"
     sizes = {
-        tuple(p.shape for name, p in layer.named_parameters() if name.endswith("weight")) for layer in decoder.layers
+        tuple((len(one.weight), quantised.columns(one.weight)) for one in map(_projection, _linears(layer)))
+        for layer in decoder.layers
     }
     return "the layers differ in the sizes of their weights" if len(sizes) > 1 else None
 
@@ -126,19 +126,19 @@ def forward(decoder: Any, hidden: torch.Tensor, context: DecodeContext) -> torch
         attention, mlp = layer.self_attn, layer.mlp
         attended = _attended(attention, normed, context)
         hidden, normed = _added(hidden, attended, attention.o_proj, layer.post_attention_layernorm)
-        gated = _linear(normed, mlp.gate_proj, mlp.up_proj, gate=True)
+        gated = _linear(normed, [_projection(mlp.gate_proj), _projection(mlp.up_proj)], gate=True)
         hidden, normed = _added(hidden, gated, mlp.down_proj, next_norm)
     return normed
 
 
 def _attended(attention: Any, x: torch.Tensor, context: DecodeContext) -> torch.Tensor:
     """Return the attention's output before its last projection, from normed hidden states: both [B, N, .]."""
-    modules = attention.q_proj, attention.k_proj, attention.v_proj
+    modules = [_projection(module) for module in (attention.q_proj, attention.k_proj, attention.v_proj)]
     has_norms = hasattr(attention, "q_norm")
     same_eps = has_norms and attention.q_norm.variance_epsilon == attention.k_norm.variance_epsilon
     fold = NORMS_IN_ROPE and same_eps
     parts = 1 if has_norms and not fold else linear_parts(x, sum(module.weight.shape[0] for module in modules))
-    qkv = _linear(x, *modules, parts=parts)
+    qkv = _linear(x, modules, parts=parts)
     q, k, v = attention.split(qkv)
     if has_norms and not fold:
         # Both norms run over all heads, including v, whose result is unused: two launches and no copies.
@@ -150,10 +150,11 @@ def _attended(attention: Any, x: torch.Tensor, context: DecodeContext) -> torch.
 
 def _added(hidden: torch.Tensor, x: torch.Tensor, linear: Any, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return hidden plus a projection of x, and its norm."""
-    parts = linear_parts(x, linear.weight.shape[0])
+    given = _projection(linear)
+    parts = linear_parts(x, len(given.weight))
     if parts > 1:
-        return _normed(hidden, _linear(x, linear, parts=parts), norm)
-    return _normed(_linear(x, linear, residual=hidden), None, norm)
+        return _normed(hidden, _linear(x, [given], parts=parts), norm)
+    return _normed(_linear(x, [given], residual=hidden), None, norm)
 
 
 def _normed(hidden: torch.Tensor, delta: torch.Tensor | None, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -161,11 +162,19 @@ def _normed(hidden: torch.Tensor, delta: torch.Tensor | None, norm: Any) -> tupl
 
 
 def _linear(
-    x: torch.Tensor, *modules: Any, gate: bool = False, residual: torch.Tensor | None = None, parts: int = 1
+    x: torch.Tensor,
+    given: list[Projection],
+    *,
+    gate: bool = False,
+    residual: torch.Tensor | None = None,
+    parts: int = 1,
 ) -> torch.Tensor:
-    weights = [module.weight for module in modules]
-    biases = None if all(module.bias is None for module in modules) else [module.bias for module in modules]
-    return decode_linear(x, weights, biases, gate=gate, residual=residual, parts=parts)
+    weights, biases, scales, zeros, codes = zip(*given, strict=True)
+    return decode_linear(
+        x, weights, None if all(bias is None for bias in biases) else biases,
+        gate=gate, residual=residual, parts=parts, codes=codes[0],
+        scales=None if scales[0] is None else scales, zeros=None if zeros[0] is None else zeros,
+    )  # fmt: skip
 
 
 class NativeLayers:
@@ -198,21 +207,32 @@ class NativeLayers:
         )  # fmt: skip
 
 
+def forms(decoder: Any) -> str:
+    """Describe how the weights of a decoder that has no `obstacle` are stored."""
+    found = {one.form for layer in decoder.layers for one in map(_projection, _linears(layer))}
+    names = {str(codes if dtype == torch.uint8 else dtype).removeprefix("torch.") for dtype, _, _, codes in found}
+    return "plain modules" if names == {"None"} else f"weights in {', '.join(sorted(names - {'None'}))}"
+
+
 def _projection(linear: Any) -> Projection:
-    values, scale = int8_rows(linear.weight) or (linear.weight, None)
-    return Projection(values, linear.bias, scale)
+    found = read(linear)
+    if isinstance(found, str):
+        raise ValueError(f"linear: expected a module that the ops can read, got {found}")
+    return found
+
+
+def _linears(layer: Any) -> list[Any]:
+    attention, mlp = layer.self_attn, layer.mlp
+    linears = [getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    return [*linears, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
 
 
 def _layer_weights(layer: Any) -> LayerWeights:
-    attention, mlp = layer.self_attn, layer.mlp
-    modules = (
-        attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj, mlp.gate_proj, mlp.up_proj,
-        mlp.down_proj,
-    )  # fmt: skip
+    attention = layer.self_attn
     norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else (None, None)
     return LayerWeights(
         layer.input_layernorm.weight,
         layer.post_attention_layernorm.weight,
-        [_projection(module) for module in modules],
+        [_projection(module) for module in _linears(layer)],
         *norms,
     )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from medusa_decoding.backbone.unsupported import foreign_forward
-from medusa_decoding.heads import is_hooked
+from medusa_decoding.linears.reading import is_hooked
 
 
 def rope_tables(

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules import module as global_hooks
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from medusa_decoding.heads import is_hooked
+from medusa_decoding.linears.reading import is_hooked
 
 PACKAGES = {"torch", "transformers", "peft", "accelerate", "kernels"}
 """Packages whose versions of these functions do what decoding does."""

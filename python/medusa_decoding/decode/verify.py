@@ -15,7 +15,7 @@ from torch import nn
 from medusa_decoding.decode.limits import Limits
 from medusa_decoding.decode.state import DecodeState
 from medusa_decoding.decode.tree_tensors import TreeShape
-from medusa_decoding.heads import projection
+from medusa_decoding.linears.reading import projection
 from medusa_kernels import gumbel_noise, tree_verify
 
 
@@ -110,10 +110,10 @@ def fused_tokens(
     if projected is None or limits.min_new_tensor is not None:
         return None
     torch.sum(nodes.hidden, (1, 2), dtype=torch.float32, out=state.check)
-    weight, scale = projected
     return tree_verify(
-        nodes.hidden, weight, nodes.tokens, nodes.shape.parents,
-        temperature=temperature, noise=nodes.noise, noise_rows=nodes.shape.depths, want_stats=False, weight_scale=scale,
+        nodes.hidden, projected.weight, nodes.tokens, nodes.shape.parents,
+        temperature=temperature, noise=nodes.noise, noise_rows=nodes.shape.depths, want_stats=False,
+        weight_scale=projected.scale, weight_zero=projected.zero, codes=projected.codes,
     )[0]  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import torch
 from medusa_decoding.backbone.backbone import Backbone
 from medusa_decoding.backbone.kv_cache import bucket
 from medusa_decoding.decode.prefill import PREFILL_CHUNK
-from medusa_decoding.heads import projection
+from medusa_decoding.linears.reading import projection
 from medusa_decoding.trees.tree import Tree
 from medusa_kernels import served_by
 from medusa_kernels.decode_linear import MOST_ROWS_CPU

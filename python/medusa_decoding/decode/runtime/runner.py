@@ -18,7 +18,7 @@ from medusa_decoding.decode.runtime.steps import Backend, Steps
 from medusa_decoding.decode.runtime.streaming import Observer
 from medusa_decoding.decode.state import DecodeState
 from medusa_decoding.decode.verify import TokenSelector, refuse_broken
-from medusa_decoding.heads import projection
+from medusa_decoding.linears.reading import projection
 from medusa_decoding.trees.tree import Tree
 
 HEADROOM = 1024

@@ -12,7 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from medusa_decoding.heads import MedusaHeads, plain_weight
+from medusa_decoding.heads import MedusaHeads
+from medusa_decoding.linears.reading import plain_weight
 
 SLABS = 8
 """The gradient of a weight is computed in this many parts of the vocabulary, to keep products small."""

@@ -1,0 +1,1 @@
+"""A model's linear modules, plain or quantised by a library: what the ops read of them, and how they are kept so."""
