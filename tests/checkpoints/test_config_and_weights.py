@@ -195,6 +195,6 @@ def test_a_model_partly_in_the_hubs_cache_is_fetched(folder: Path) -> None:
 
 
 def test_a_missing_library_of_a_quantisation_is_named(folder: Path) -> None:
-    say(folder, quantization_config={"quant_method": "gptq", "bits": 4})
+    say(folder, quantization_config={"quant_method": "gptq", "bits": 8})
     with pytest.raises(ModuleNotFoundError, match="optimum"):
         loaded(folder)

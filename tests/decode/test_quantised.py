@@ -8,6 +8,7 @@ against the library's layers, one token at a time.
 """
 
 import copy
+import json
 import logging
 import re
 from typing import NamedTuple
@@ -24,7 +25,7 @@ from medusa_decoding.checkpoints import write_heads
 from medusa_decoding.linears.holding import LinearHold
 from medusa_decoding.linears.packed import PackedLinear
 from medusa_decoding.linears.reading import plain_weight, read
-from medusa_kernels import Projection, decode_linear
+from medusa_kernels import Projection, decode_linear, quantised
 
 # torchao, imported for the first time, uses what torch has deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
@@ -325,6 +326,75 @@ def test_a_compressed_model_is_loaded(folder, tmp_path):
         found = texts(medusa)
         assert medusa.backbone.native is not None
     assert found == [transformers_greedy(model, row, NEW) for row in ROWS]
+
+
+AWQ_PLACES = [0, 2, 4, 6, 1, 3, 5, 7]  # the column of each code in a word
+
+
+def words(codes, places=range(8)):
+    """Pack integers [.., 8 n] into int32 words [.., n], the first of `places` in the lowest bits."""
+    codes = codes.long().unflatten(-1, (-1, 8))
+    total = sum(codes[..., place] << 4 * index for index, place in enumerate(places))
+    return torch.where(total >= 2**31, total - 2**32, total).to(torch.int32)
+
+
+FILES = {
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False},
+    "gptq_v2": {"quant_method": "gptq", "bits": 4, "group_size": -1, "checkpoint_format": "gptq_v2"},
+    "gptq, act-order": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True},
+}
+
+
+def write_quantised(settings, folder, family="qwen2"):
+    """Write a model as GPTQ or AWQ store it; return the model that the files stand for."""
+    model, generator = small(family), torch.Generator().manual_seed(5)
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if "proj.weight" not in name}
+    awq, later = settings["quant_method"] == "awq", settings.get("checkpoint_format") == "gptq_v2"
+    for name, linear in model.named_modules():
+        if not isinstance(linear, torch.nn.Linear) or name == "lm_head":
+            continue
+        rows, columns = linear.weight.shape
+        group = columns if settings["group_size"] == -1 else settings["group_size"]
+        codes = torch.randint(16, (columns, rows), generator=generator)
+        zeros = torch.randint(0 if awq or later else 1, 16, (columns // group, rows), generator=generator)
+        scales = (torch.rand(zeros.shape, generator=generator) + 0.5).mul(0.04).half()
+        groups = torch.arange(columns) // group
+        if settings.get("desc_act"):
+            groups = groups[torch.randperm(columns, generator=generator)]
+        linear.weight.data = ((codes - zeros[groups]) * scales[groups].float()).T.contiguous()
+        tensors[f"{name}.qweight"] = words(codes, AWQ_PLACES) if awq else words(codes.T).T.contiguous()
+        tensors[f"{name}.qzeros"] = words(zeros, AWQ_PLACES) if awq else words(zeros - int(not later))
+        tensors[f"{name}.scales"] = scales
+        if not awq:
+            tensors[f"{name}.g_idx"] = groups.to(torch.int32)
+    model.config.save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return model
+
+
+@pytest.mark.parametrize("settings", FILES.values(), ids=FILES.keys())
+def test_files_of_gptq_and_awq_are_read(settings, tmp_path, caplog):
+    caplog.set_level(logging.INFO, logger="medusa_decoding")
+    plain = write_quantised(settings, tmp_path)
+    write_heads(heads_for(plain), tmp_path / "heads", base_model="..")
+    with MedusaModel.from_pretrained(tmp_path / "heads", dtype=torch.float32, tree=TREE) as medusa:
+        assert texts(medusa) == [transformers_greedy(plain, row, NEW) for row in ROWS]
+        assert (medusa.backbone.native is None) == ("desc_act" in settings)
+        packed = medusa.base.model.layers[0].mlp.up_proj
+        values = quantised.dequantised(*packed.projection[:1], *packed.projection[2:])
+        columns = slice(None) if packed.order is None else packed.order
+        torch.testing.assert_close(values, plain.model.layers[0].mlp.up_proj.weight[:, columns], rtol=1e-6, atol=0)
+    if "desc_act" in settings:
+        assert any("(act-order)" in message for message in caplog.messages)
+    if "awq" in settings.values():
+        bad = json.loads((tmp_path / "config.json").read_text())
+        bad["quantization_config"]["group_size"] = 56
+        (tmp_path / "config.json").write_text(json.dumps(bad))
+        with pytest.raises(ValueError, match="group_size: expected a multiple of 16 that divides the 192 columns of"):
+            MedusaModel.from_pretrained(tmp_path / "heads")
 
 
 @pytest.mark.parametrize(

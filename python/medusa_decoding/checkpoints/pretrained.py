@@ -30,6 +30,7 @@ from transformers import (
 from transformers.utils.hub import cached_file
 
 from medusa_decoding.checkpoints.config_checks import check_config, check_revision, read_settings
+from medusa_decoding.checkpoints.four_bit_files import for_reading
 from medusa_decoding.checkpoints.tensor_files import listed, model_weights, open_tensors, read_index
 from medusa_decoding.gguf_files import check_gguf, find_gguf
 from medusa_decoding.heads import not_finite
@@ -188,6 +189,7 @@ def load_model(
     name, kwargs = _located(name, kwargs)
     if config is None:
         config, kwargs = read_config(name, argument=argument, **kwargs)
+    config = for_reading(config)
     gguf = kwargs.get("gguf_file")
     hub = {key: kwargs[key] for key in _HUB_ARGUMENTS if key in kwargs and key != "gguf_file"}
     with _explained(argument, name, "a model's folder or hub id within reach"):
