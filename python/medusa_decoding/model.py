@@ -402,7 +402,7 @@ class MedusaModel:
         backend = resolve_backend(self.backend, self.backbone.device, self.backbone.peers.size)
         names = (tuning_file.SAMPLING_TREE_FILE,) * sample + (tuning_file.TREE_FILE,)
         stored = next((self._stored_trees[name] for name in names if name in self._stored_trees), None)
-        tree_set = TreeSet(accuracies, stored, sizes_for(backend))
+        tree_set = TreeSet(accuracies, stored, sizes_for(backend, self.backbone.runs_quantised_modules()))
         tuning = self._tuning_here()
         times = StepTimes() if tuning is None else tuning.times()
         return Adaptive(tree_set, times, AcceptanceModel(tree_set), independent)

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import medusa_kernels
+from medusa_decoding.backbone import fused_layers
 from medusa_decoding.cli import demo, main
+from medusa_decoding.demo import CHECKPOINT
 from medusa_kernels import OPS
 
 
@@ -91,6 +93,12 @@ def test_doctor_reports_every_op(capsys):
     assert ops == [(name, "cpu") for name in OPS]
     assert all(op["passed"] and op["reason"] for op in report["ops"])
     assert report["packages"]["torch"]
+
+
+def test_doctor_says_how_a_models_layers_run(capsys, monkeypatch):
+    monkeypatch.setattr(fused_layers, "native_obstacle", lambda decoder: "layer 0 has a wooden leg")
+    report = run_json(capsys, "doctor", "--model", str(CHECKPOINT / "heads"))
+    assert report["layers"] == "layers: module by module (layer 0 has a wooden leg)"
 
 
 def test_doctor_fails_when_an_op_is_wrong(capsys, monkeypatch):

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from models import heads_for, padded, prompts, tiny, transformers_greedy
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, DynamicCache, TorchAoConfig
 
@@ -227,6 +228,8 @@ def test_the_text_is_that_of_the_quantised_model(name, dtype, folder, unquantise
         why_not = obstacle(decoder)
         assert re.search(wanted, why_not or forms(decoder))
         assert (medusa.backbone.native is None) == (why_not is not None)
+        sizes = {tree.num_nodes for tree in medusa.adaptive_policy().trees}
+        assert sizes.issuperset([5, 6, 8, 9]) == (why_not is not None)
         if why_not is None:
             assert_same_product(read(decoder.layers[1].mlp.down_proj), layer, dtype)
             read_head = read(medusa.base.lm_head)
@@ -395,6 +398,19 @@ def test_files_of_gptq_and_awq_are_read(settings, tmp_path, caplog):
         (tmp_path / "config.json").write_text(json.dumps(bad))
         with pytest.raises(ValueError, match="group_size: expected a multiple of 16 that divides the 192 columns of"):
             MedusaModel.from_pretrained(tmp_path / "heads")
+
+
+def test_an_adapter_on_packed_weights(tmp_path):
+    plain = write_quantised(FILES["gptq"], tmp_path)
+    with MedusaModel.from_pretrained(tmp_path, dtype=torch.float32) as packed:
+        base = packed.base
+    lora = LoraConfig(target_modules=["q_proj", "up_proj"], r=4, init_lora_weights=False)
+    adapted = get_peft_model(base, lora).eval()
+    expected = adapted.generate(input_ids=ROWS[0][None], max_new_tokens=NEW, do_sample=False)
+    with MedusaModel(adapted, heads_for(plain), TREE) as medusa:
+        found = medusa.generate(ROWS[0][None], max_new_tokens=NEW).sequences
+    assert torch.equal(found, expected)
+    assert found[0, 9:].tolist() != transformers_greedy(plain, ROWS[0], NEW)
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ class Backbone:
         kv_heads: KV heads per layer in this process; all of them unless the model is tensor parallel.
         lock: held by one generation of this model at a time, whatever heads it uses.
         fuse: whether `fused_layers` runs the layers, in a few launches each, instead of module by module.
+        said: how the layers of steps run and why, as logged last, or None.
         native: the layers as the C++ library runs them for a tree pass, in one call, or None.
 
     Raises:
@@ -74,7 +75,7 @@ class Backbone:
             raise
         self.fuse = False
         self.native: fused_layers.NativeLayers | None = None
-        self._said: str | None = None
+        self.said: str | None = None
 
     def undo(self) -> None:
         """Give the model its own modules back; a second call does nothing."""
@@ -127,8 +128,8 @@ class Backbone:
             said = f"layers: module by module ({why_not})"
             if why_not is None:
                 said = f"layers: {how} ({fused_layers.forms(self.decoder)})"
-            if said != self._said:
-                self._said = said
+            if said != self.said:
+                self.said = said
                 logger.info("%s", said)
         native = fused_layers.NativeLayers(self.decoder) if on_cpu and why_not is None else None
         fuse = not on_cpu and why_not is None
@@ -137,6 +138,12 @@ class Backbone:
             return False
         self.fuse, self.native = fuse, native
         return True
+
+    def runs_quantised_modules(self) -> bool:
+        """Return whether steps call a library's quantised modules, which may get slow at some number of rows."""
+        weights = (type(weight).__module__ for weight in self.decoder.layers.parameters())
+        quantised = any(module.partition(".")[0] != "torch" for module in weights)
+        return quantised and fused_layers.obstacle(self.decoder) is not None
 
     @property
     def lm_head(self) -> nn.Module:

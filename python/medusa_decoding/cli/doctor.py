@@ -13,6 +13,7 @@ import torch
 
 from medusa_decoding.backbone import prefill_attention
 from medusa_decoding.demo import CHECKPOINT
+from medusa_decoding.model import MedusaModel
 from medusa_decoding.provenance import versions
 from medusa_kernels import _native, selftest
 
@@ -22,6 +23,11 @@ PACKAGES = ("medusa-kernels", "torch", "triton", "transformers", "safetensors", 
 def run(args: argparse.Namespace) -> int:
     """Print the report; return 1 if a check failed."""
     report = examine()
+    if args.model is not None:
+        device_map = "cuda" if torch.cuda.is_available() else None
+        with MedusaModel.from_pretrained(args.model, device_map=device_map) as model:
+            model.backbone.choose_layers(captured=device_map is not None)
+            report["layers"], report["layers_on"] = model.backbone.said, str(model.backbone.device)
     if args.json:
         print(json.dumps(report))
     else:
@@ -74,6 +80,8 @@ def print_report(report: dict[str, Any]) -> None:
         print(f"  not built    {name}: {why}")
     for row in report["prefill"]:
         print(f"prompts on {row['device']} (bfloat16, heads of 128): {row['implementation']}: {row['reason']}")
+    if "layers" in report:
+        print(f"{report['layers']}; on {report['layers_on']}")
     print(f"{'op':16}{'device':8}{'served by':12}{'error':>10}  check   why")
     for op in report["ops"]:
         verdict = "ok" if op["passed"] else "FAILED"

@@ -21,6 +21,7 @@ from medusa_decoding.checkpoints.accuracies import (
 from medusa_decoding.checkpoints.tuning_file import Case, Conditions, Tuning
 from medusa_decoding.cli import _arguments
 from medusa_decoding.cli._sweep import compare
+from medusa_decoding.decode.adaptive.acceptance import CLIFFS
 from medusa_decoding.evaluation import read_prompts
 from medusa_decoding.evaluation.interval import LEVEL
 from medusa_decoding.files import only_writer
@@ -110,7 +111,8 @@ def tune(args: argparse.Namespace, folder: Path, model: MedusaModel, conditions:
     assert model.heads is not None
     accuracies = load_knowledge(args.calibration, folder, model, conditions)
     warn_of_few(accuracies.texts)
-    sizes = sorted({1, *(args.nodes or (size for size in NODES if size <= accuracies.most_nodes))})
+    cliffs = CLIFFS if model.backbone.runs_quantised_modules() else ()
+    sizes = sorted({1, *(args.nodes or (size for size in (*NODES, *cliffs) if size <= accuracies.most_nodes))})
     trees = best_trees(accuracies.by_rank, sizes, accuracies.texts)
     stored = tuning_file.stored_trees(folder, model.heads)
     trees += [tree for tree in dict.fromkeys(stored.values()) if tree not in trees]

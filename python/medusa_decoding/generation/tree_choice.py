@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from medusa_decoding.checkpoints.tuning_file import Case
+from medusa_decoding.linears.reading import read
 from medusa_decoding.trees.tree import Tree
 
 GIVEN = "given by the caller"
@@ -60,7 +61,7 @@ def slow_quantisation(causal: Any) -> str:
     Before 0.50, bitsandbytes has a kernel for 4-bit weights and one row only; for several rows, such as the nodes of a
     tree, it restores whole weights in 16 bits first, in every step.
     """
-    if not any(type(module).__name__ == "Linear4bit" for module in causal.modules()):
+    if not any(type(module).__name__ == "Linear4bit" and isinstance(read(module), str) for module in causal.modules()):
         return ""
     try:
         version = importlib.metadata.version("bitsandbytes")

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from medusa_kernels import Projection, decode_linear, quantised
 
 
-class PackedLinear(nn.Module):
-    """A linear layer that `decode_linear` computes for any number of rows.
+class PackedLinear(nn.Linear):
+    """A linear layer that `decode_linear` computes for any number of rows; peft adapts it as it does a plain one.
 
     Args:
         projection: its weight [N, K] in 4 or 8 bits, its bias, and how they are stored.
@@ -23,7 +23,7 @@ class PackedLinear(nn.Module):
     """
 
     weight: Tensor
-    bias: Tensor | None
+    bias: Any
     scale: Tensor
     zero: Tensor | None
     order: Tensor | None
@@ -37,26 +37,17 @@ class PackedLinear(nn.Module):
         original: nn.Module | None = None,
         taken: TakenNumbers | None = None,
     ) -> None:
-        super().__init__()
+        nn.Module.__init__(self)
         *tensors, self.codes = projection
         for name, tensor in zip(("weight", "bias", "scale", "zero", "order"), [*tensors, order], strict=True):
             self.register_buffer(name, None if tensor is None else tensor.detach())
+        self.in_features, self.out_features = quantised.columns(self.weight), len(self.weight)
         self.__dict__.update(original=original, taken=taken)  # not registered as a submodule
 
     @property
     def projection(self) -> Projection:
         """What the ops read; its columns are in the order of x only if `order` is None."""
         return Projection(self.weight, self.bias, self.scale, self.zero, self.codes)
-
-    @property
-    def in_features(self) -> int:
-        """K."""
-        return quantised.columns(self.weight)
-
-    @property
-    def out_features(self) -> int:
-        """N."""
-        return len(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return `x W^T + b`, [..., N], from x [..., K]."""

@@ -5,6 +5,7 @@ op fails its check.
 
     medusa doctor
     medusa doctor --json
+    medusa doctor --model HEADS
 """
 
 from __future__ import annotations
@@ -15,3 +16,4 @@ import argparse
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--model", help="heads or a model: also say how its layers run here, and why")

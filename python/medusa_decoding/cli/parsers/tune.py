@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--nodes N,N",
         counts,
         "tree sizes, root included; 1 (plain decoding) is always added (default: 1,2,4,8,16,32,64, or those that the "
-        "heads can fill)",
+        "heads can fill, and 5,6,9 where a library's quantised modules run)",
     )
     add_option(parser, "--repeats N", at_least_one, "rounds over all sizes, three timed steps each", 7)
     words = (

@@ -26,9 +26,18 @@ VICUNA_7B = [
 ]
 
 
-def sizes_for(backend: str) -> tuple[int, ...]:
-    """Return the nodes of the trees that are worth choosing from with a resolved backend."""
-    return SIZES if backend == "eager" else MADE_SIZES
+CLIFFS = (5, 6, 8, 9)
+"""Nodes of further trees for models whose layers run as a library's quantised modules.
+
+These take much longer from some number of rows on: bitsandbytes restores whole weights from 6 rows on for some shapes
+and devices, and other kernels for decoding end at 8.
+"""
+
+
+def sizes_for(backend: str, cliffs: bool = False) -> tuple[int, ...]:
+    """Return the nodes of the trees that are worth choosing from with a resolved backend, if need be with `CLIFFS`."""
+    sizes = SIZES if backend == "eager" else MADE_SIZES
+    return tuple(sorted({*sizes, *CLIFFS})) if cliffs else sizes
 
 
 class TreeSet:
