@@ -61,8 +61,9 @@ class _Held:
         if hook is not None:
             # compressed-tensors decompresses the whole model in its first forward.
             hooks = causal._forward_pre_hooks
-            function = hooks.pop(hook.id)
-            self.undo.append(lambda: hooks.setdefault(hook.id, function))
+            function = hooks.pop(hook.id, None)  # a copy of a held model has none
+            if function is not None:
+                self.undo.append(lambda: hooks.setdefault(hook.id, function))
 
     def back(self) -> None:
         """Undo everything, the last change first."""
