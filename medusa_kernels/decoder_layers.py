@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from medusa_kernels import _checks, _cpu, quantised, reference
+from medusa_kernels import _checks, _cpu, cache_rows, quantised, reference
 from medusa_kernels._registry import Implementation, register
 from medusa_kernels.add_rms_norm import add_rms_norm
 from medusa_kernels.decode_linear import MOST_ROWS_CPU, decode_linear
@@ -142,9 +142,9 @@ def decoder_layers(
         hidden: embedded tokens `[B, N, H]`; fp16, bf16 or fp32.
         weights: all layers' tensors and the final norm's, from `packed`; dtype of hidden, or in 8 or 4 bits.
         forms: which tensors each layer has, and what codes stand for, from `packed`.
-        kv: the cache `[L, 2, B, Hkv, S, D]`, dtype of hidden, contiguous, or neighbouring sequences of a contiguous
-            one; with `slots`, of any number of sequences. Mutated: rows `cache_lens[b]` to `cache_lens[b] + N` of every
-            layer.
+        kv: the cache `[L, 2, B, Hkv, S, D]`, dtype of hidden, or int8 `[.., D + 4]` (see `medusa_kernels.cache_rows`);
+            contiguous, or neighbouring sequences of a contiguous one; with `slots`, of any number of sequences.
+            Mutated: rows `cache_lens[b]` to `cache_lens[b] + N` of every layer.
         cos: table `[P, D]` or `[B, P, D]`, contiguous, dtype of hidden.
         sin: like `cos`.
         cache_lens: int32 `[B]`, rows already cached; not changed.
@@ -168,10 +168,10 @@ def decoder_layers(
     batch, nodes, width = hidden.shape
     _checks.dtype("hidden", hidden, *_checks.FLOATS)
     count = len(forms)
-    _checks.shape("kv", kv, (count, 2, _checks.slots_axis("hidden", hidden, batch, slots), "Hkv", "S", "D"))
-    _checks.match("kv", kv, kv.shape, "hidden", hidden)
+    head_dim = cos.shape[-1]
+    sequences = _checks.slots_axis("hidden", hidden, batch, slots)
+    cache_rows.check("kv", kv, (count, 2, sequences, "Hkv", "S", head_dim), "hidden", hidden)
     _checks.cache_slots("kv", kv)
-    head_dim = kv.shape[5]
     tables = ("P", head_dim) if cos.dim() == 2 else (batch, "P", head_dim)
     for name, table, shape in (("cos", cos, tables), ("sin", sin, cos.shape)):
         _checks.match(name, table, shape, "hidden", hidden)
@@ -229,7 +229,8 @@ def _native(
 ):  # fmt: skip
     """Run the op by the C++ library, on a CPU."""
     batch, nodes, width = hidden.shape
-    _, _, sequences, kv_heads, rows, head_dim = kv.shape
+    _, _, sequences, kv_heads, rows, _ = kv.shape
+    head_dim = cos.shape[-1]
     few = 0 < batch * nodes <= MOST_ROWS_CPU and all(_cpu.reads(weight) for weight in weights)
     if not few or not forms or hidden.dtype not in _cpu.ACTIVATIONS or head_dim % 2 or head_dim > MOST_HEAD_DIM:
         return _composed(
@@ -271,7 +272,7 @@ def _native(
             cos, sin, cos.shape[-2], 0 if cos.dim() == 2 else cos.stride(0),
             cache_lens, depths, 0 if depths.dim() == 1 else nodes,
             ancestors, 0 if ancestors.dim() == 2 else ancestors.stride(0),
-            weights[-1], float(eps), float(scale), len(forms), pointers, of_each, sizes,
+            weights[-1], float(eps), float(scale), len(forms), pointers, of_each, sizes, _cpu.TYPES[kv.dtype],
         )  # fmt: skip
     except _cpu.OutsideError:
         _checks.rows_fit(cache_lens.tolist(), nodes, rows)

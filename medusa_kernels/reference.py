@@ -16,6 +16,7 @@ import sys
 import torch
 from torch import Tensor
 
+from medusa_kernels.cache_rows import dequantised_rows, quantised_rows
 from medusa_kernels.quantised import CODES, dequantised
 
 WORD = 64
@@ -55,6 +56,7 @@ def tree_attention(
     """Attention of tree nodes over the cached prefix and their own ancestors; see the public `tree_attention`."""
     if slots is not None:
         k_cache, v_cache = k_cache[slots], v_cache[slots]
+    k_cache, v_cache = (dequantised_rows(cache, _wide(q).dtype) for cache in (k_cache, v_cache))
     batch, nodes, heads, head_dim = q.shape
     kv_heads, rows = k_cache.shape[1:3]
     visible = _visible_rows(cache_lens, ancestors, nodes, rows, window)
@@ -101,8 +103,8 @@ def rope_append(
     cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
     targets = cache_lens[:, None] + torch.arange(nodes, device=q.device)
     slot = row if slots is None else slots[:, None]
-    k_cache[slot, :, targets] = k * cos + _rotate_half(k) * sin
-    v_cache[slot, :, targets] = v
+    for cache, rows in ((k_cache, k * cos + _rotate_half(k) * sin), (v_cache, v)):
+        cache[slot, :, targets] = quantised_rows(rows) if cache.dtype == torch.int8 else rows
     return (q * cos + _rotate_half(q) * sin).contiguous()
 
 
@@ -253,7 +255,7 @@ def layers_by(
     ops, hidden, weights, forms, kv, cos, sin, cache_lens, depths, ancestors, *, windows, eps, scale, slots=None
 ):  # fmt: skip
     """Run the decoder layers by the ops that they are made of; see the public `decoder_layers`."""
-    head_dim, kv_heads = kv.shape[5], kv.shape[3]
+    head_dim, kv_heads = cos.shape[-1], kv.shape[3]
     given = iter(weights)
 
     def normed(x, weight):

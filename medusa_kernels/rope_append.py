@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from medusa_kernels import _checks, reference
+from medusa_kernels import _checks, cache_rows, reference
 from medusa_kernels._last_result import LastResult
 from medusa_kernels._registry import register, triton_or
 
@@ -45,8 +45,9 @@ def rope_append(
         v: values, like `k`.
         cos: table `[P, D]` or `[B, P, D]`, dtype of q (of parts: any); both halves of a row are equal.
         sin: like `cos`.
-        k_cache: `[B, Hkv, S, D]`, dtype of `cos`; any strides. Mutated: rows `cache_lens[b]` to `cache_lens[b] + N`.
-            With `slots`, of any number of sequences.
+        k_cache: `[B, Hkv, S, D]`, dtype of `cos`; any strides. Or int8 `[B, Hkv, S, D + 4]`: keys are then rounded to 8
+            bits, see `medusa_kernels.cache_rows`. Mutated: rows `cache_lens[b]` to `cache_lens[b] + N`. With `slots`,
+            of any number of sequences.
         v_cache: like `k_cache`. Mutated.
         cache_lens: int32 `[B]`, rows already cached; not changed.
         depths: int32 `[N]` or `[B, N]`, not negative.
@@ -85,8 +86,9 @@ def rope_append(
         _checks.match("cos", cos, table, "q", q)
     _checks.match("sin", sin, cos.shape, "cos", cos)
     sequences = _checks.slots_axis("q", q, batch, slots)
-    _checks.match("k_cache", k_cache, (sequences, kv_heads, rows, head_dim), "cos", cos)
-    _checks.match("v_cache", v_cache, k_cache.shape, "cos", cos)
+    cache_rows.check("k_cache", k_cache, (sequences, kv_heads, rows, head_dim), "cos", cos)
+    cache_rows.check("v_cache", v_cache, (*k_cache.shape[:3], head_dim), "cos", cos)
+    _checks.dtype("v_cache", v_cache, k_cache.dtype)
     _checks.require((q_norm is None) == (k_norm is None), "k_norm", "given together with q_norm, or neither", k_norm)
     for name, norm in (("q_norm", q_norm), ("k_norm", k_norm)):
         if norm is not None:
@@ -110,6 +112,8 @@ def _sliced(
     cos, sin = _factors(cos, sin, lens, cache_lens, depths)
     half = head_dim // 2
     rotated = (k * cos).add_(k.roll(half, -1).mul_(sin))
+    if k_cache.dtype == torch.int8:
+        rotated, v = cache_rows.quantised_rows(rotated), cache_rows.quantised_rows(v)
     for b, (place, length) in enumerate(zip(places, lens, strict=True)):
         k_cache[place, :, length : length + nodes] = rotated[b].transpose(0, 1)
         v_cache[place, :, length : length + nodes] = v[b].transpose(0, 1)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from medusa_kernels import _checks, reference
+from medusa_kernels import _checks, cache_rows, reference
 from medusa_kernels._last_result import LastResult
 from medusa_kernels._registry import interpreted, register, triton_or
 
@@ -43,9 +43,9 @@ def tree_attention(
 
     Args:
         q: rotated queries `[B, N, Hq, D]`; fp16, bf16 or fp32; any strides.
-        k_cache: rotated keys `[B, Hkv, S, D]`, dtype of q; any strides. With `slots`, of any number of sequences. A GPU
-            divides the work for S keys: if the host knows that far fewer rows are filled, a view of these
-            (`k_cache[:, :, :filled]`) takes less time.
+        k_cache: rotated keys `[B, Hkv, S, D]`, dtype of q; any strides. Or in 8 bits, int8 `[B, Hkv, S, D + 4]`, see
+            `medusa_kernels.cache_rows`. With `slots`, of any number of sequences. A GPU divides the work for S keys: if
+            the host knows that far fewer rows are filled, a view of these (`k_cache[:, :, :filled]`) takes less time.
         v_cache: values, like `k_cache`.
         cache_lens: int32 `[B]`, cached rows before the tree's rows; `cache_lens[b] + N <= S`.
         ancestors: int64 `[N, W]` or `[B, N, W]`, `W = ceil(N / 64)`: bit `j % 64` of word `j // 64` of row i is set iff
@@ -73,8 +73,10 @@ def tree_attention(
     kv_heads, rows = k_cache.shape[1], k_cache.shape[2]
     _checks.dtype("q", q, *_checks.FLOATS)
     _checks.require(1 <= nodes <= MAX_NODES, "q", f"1 to {MAX_NODES} nodes", nodes)
-    _checks.match("k_cache", k_cache, (_checks.slots_axis("q", q, batch, slots), kv_heads, rows, head_dim), "q", q)
-    _checks.match("v_cache", v_cache, k_cache.shape, "q", q)
+    cache = (_checks.slots_axis("q", q, batch, slots), kv_heads, rows, head_dim)
+    cache_rows.check("k_cache", k_cache, cache, "q", q)
+    cache_rows.check("v_cache", v_cache, (*k_cache.shape[:3], head_dim), "q", q)
+    _checks.dtype("v_cache", v_cache, k_cache.dtype)
     _checks.require(kv_heads > 0 and heads % kv_heads == 0, "q", f"a multiple of {kv_heads} heads", heads)
     _checks.typed("cache_lens", cache_lens, (batch,), torch.int32, "q", q)
     words = -(-nodes // reference.WORD)
@@ -151,8 +153,9 @@ def _attend(q, k_cache, v_cache, length, bias, scale, window):
     groups = heads // kv_heads
     # With a window, no node sees a row that the root, which is the lowest, does not see.
     start = 0 if window is None else max(0, length + 1 - window)
-    keys = k_cache[:, :, start : length + nodes]
-    values = v_cache[:, :, start : length + nodes]
+    keys, values = (
+        cache_rows.dequantised_rows(cache[:, :, start : length + nodes], q.dtype) for cache in (k_cache, v_cache)
+    )
     if bias is None:
         out = scaled_dot_product_attention(q.reshape(batch, kv_heads, groups, head_dim), keys, values, scale=scale)
         return out.reshape(q.shape).contiguous()

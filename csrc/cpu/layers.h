@@ -33,6 +33,42 @@ inline void rotate(const typename A::T* x, const typename A::T* cos, const typen
   }
 }
 
+// Numbers of a cached row in 8 bits; the row's last 4 bytes are their scale (medusa_kernels/cache_rows.py).
+struct Int8 {
+  using T = int8_t;
+  static MEDUSA_INLINE F get(const T* from) { return Int8Weight::part(from, 0); }
+};
+
+// What the rows of a cache are, whose keys are multiplied as weights W.
+template <class W, class A>
+struct Kept {
+  using Type = A;
+  static constexpr bool kScaled = false;
+};
+template <class A>
+struct Kept<Int8Weight, A> {
+  using Type = Int8;
+  static constexpr bool kScaled = true;
+};
+
+// Stores one head as a row in 8 bits.
+template <class A>
+inline void quantise(const typename A::T* x, int64_t head_dim, char* row) {
+  F most = all(1e-30f), lost{};
+  for (int64_t i = 0; i < head_dim; i += kLanes) {
+    const F v = get<A>(x + i, head_dim - i);
+    most = larger(v < 0.0f ? -v : v, most);
+    lost = lost + v * 0.0f;  // NaN for NaN and infinity, which 8 bits do not have
+  }
+  const float factor = 127.0f / largest(most), scale = largest(most) / 127.0f + sum(lost);
+  for (int64_t i = 0; i < head_dim; i += kLanes) {
+    const F code = (get<A>(x + i, head_dim - i) * factor + 12582912.0f) - 12582912.0f;  // rounded, as in `exponential`
+    const Quarters bytes = __builtin_convertvector(__builtin_convertvector(code, I), Quarters);
+    __builtin_memcpy(row + i, &bytes, static_cast<size_t>(least(kLanes, head_dim - i)));
+  }
+  __builtin_memcpy(row + head_dim, &scale, sizeof(scale));
+}
+
 constexpr int64_t kQueries = 32;  // query rows that pass over the keys together
 constexpr int64_t kKeys = 64;     // keys whose scores are held at once
 constexpr int64_t kMaxHead = 256;
@@ -40,15 +76,16 @@ constexpr float kHidden = -__builtin_inff();
 
 // out[query, :] += sum over keys of scores[query, key] * values[key, :], for kRows queries and kWide vectors of a head.
 template <class A, int kRows, int kWide>
-inline void weigh(const float* scores, const typename A::T* values, int64_t keys, int64_t head_dim, int64_t count,
-                  float* out) {
+inline void weigh(const float* scores, const char* values, int64_t keys, int64_t stride, int64_t count, float* out) {
   F acc[kRows * kWide];
   MEDUSA_UNROLL
   for (int i = 0; i < kRows * kWide; ++i) acc[i] = load<F>(out + i / kWide * kMaxHead + i % kWide * kLanes);
   for (int64_t key = 0; key < keys; ++key) {
     F value[kWide];
     MEDUSA_UNROLL
-    for (int v = 0; v < kWide; ++v) value[v] = get<A>(values + key * head_dim + v * kLanes, count - v * kLanes);
+    for (int v = 0; v < kWide; ++v) {
+      value[v] = get<A>(reinterpret_cast<const typename A::T*>(values + key * stride) + v * kLanes, count - v * kLanes);
+    }
     MEDUSA_UNROLL
     for (int r = 0; r < kRows; ++r) {
       MEDUSA_UNROLL
@@ -60,14 +97,22 @@ inline void weigh(const float* scores, const typename A::T* values, int64_t keys
 }
 
 template <class A, int kRows>
-inline void weigh_rows(const float* scores, const typename A::T* values, int64_t keys, int64_t head_dim, float* out) {
+inline void weigh_rows(const float* scores, const char* values, int64_t keys, int64_t stride, int64_t head_dim,
+                       float* out) {
+  constexpr int64_t kSize = sizeof(typename A::T);
   int64_t first = 0;
   for (; first + 4 * kLanes <= head_dim; first += 4 * kLanes) {
-    weigh<A, kRows, 4>(scores, values + first, keys, head_dim, 4 * kLanes, out + first);
+    weigh<A, kRows, 4>(scores, values + first * kSize, keys, stride, 4 * kLanes, out + first);
   }
   for (; first < head_dim; first += kLanes) {
-    weigh<A, kRows, 1>(scores, values + first, keys, head_dim, head_dim - first, out + first);
+    weigh<A, kRows, 1>(scores, values + first * kSize, keys, stride, head_dim - first, out + first);
   }
+}
+
+// Bytes of a cached row.
+template <class A>
+inline int64_t cached_bytes(const Layers& a) {
+  return a.kv_type == kInt8 ? a.head_dim + int64_t(sizeof(float)) : a.head_dim * int64_t(sizeof(typename A::T));
 }
 
 // One batch row of one layer, as attention sees it.
@@ -77,7 +122,7 @@ struct Sequence {
   const typename A::T *q_norm, *k_norm;  // or null
   int64_t window, batch, prefix;
   const int64_t* ancestors;  // [nodes, words]
-  typename A::T *keys, *values;  // of the first KV head
+  char *keys, *values;  // of the first KV head
   typename A::T* rows;  // [nodes, heads + 2 kv_heads, head_dim]: queries, keys and values of the nodes
   typename A::T* out;   // [nodes, heads, head_dim]
 
@@ -99,10 +144,17 @@ struct Sequence {
       const T *cos = static_cast<const T*>(a.cos) + at, *sin = static_cast<const T*>(a.sin) + at;
       T* own = rows + node * all_heads * dim;
       T* key = own + (a.heads + kv_head) * dim;
-      const int64_t cached = (kv_head * a.rows + prefix + node) * dim;
+      const T* value = own + (a.heads + a.kv_heads + kv_head) * dim;
+      const int64_t cached = (kv_head * a.rows + prefix + node) * cached_bytes<A>(a);
       if (k_norm != nullptr) rms_norm<A>(key, k_norm, dim, float(a.eps), key);
-      rotate<A>(key, cos, sin, dim, keys + cached);
-      __builtin_memcpy(values + cached, own + (a.heads + a.kv_heads + kv_head) * dim, size_t(dim) * sizeof(T));
+      rotate<A>(key, cos, sin, dim, key);
+      if (a.kv_type == kInt8) {
+        quantise<A>(key, dim, keys + cached);
+        quantise<A>(value, dim, values + cached);
+      } else {
+        __builtin_memcpy(keys + cached, key, size_t(dim) * sizeof(T));
+        __builtin_memcpy(values + cached, value, size_t(dim) * sizeof(T));
+      }
       for (int64_t g = 0; g < group; ++g) {
         T* query = own + (kv_head * group + g) * dim;
         if (q_norm != nullptr) rms_norm<A>(query, q_norm, dim, float(a.eps), query);
@@ -117,7 +169,9 @@ struct Sequence {
   void attend(int64_t kv_head, int64_t first, int64_t count) const {
     const int64_t group = a.heads / a.kv_heads, dim = a.head_dim, all_heads = a.heads + 2 * a.kv_heads;
     const int64_t start = window == 0 || prefix + 1 < window ? 0 : prefix + 1 - window;
-    const int64_t vectors = prepared_vectors<W>(dim), end = prefix + a.nodes;
+    const int64_t vectors = prepared_vectors<W>(dim), end = prefix + a.nodes, row_size = cached_bytes<A>(a);
+    using V = Kept<W, A>;
+    float key_scales[kKeys] = {}, value_scales[kKeys] = {};
     typename W::X queries[kQueries * 2 * kMaxHead / kLanes];
     alignas(kBytes) float scores[kQueries * kKeys], sums[kQueries * kMaxHead];
     float top[kQueries], total[kQueries];
@@ -130,10 +184,18 @@ struct Sequence {
     __builtin_memset(sums, 0, sizeof(float) * size_t(count * kMaxHead));
     for (int64_t key = start; key < end; key += kKeys) {
       const int64_t keys_now = least(kKeys, end - key);
-      const auto* block = keys + (kv_head * a.rows + key) * dim;
-      product<W>(block, dim * int64_t(sizeof(*block)), nullptr, 0, keys_now, queries, count, dim, scores, kKeys);
+      const char* block = keys + (kv_head * a.rows + key) * row_size;
+      const char* value = values + (kv_head * a.rows + key) * row_size;
+      product<W>(block, row_size, nullptr, 0, keys_now, queries, count, dim, scores, kKeys);
+      for (int64_t k = 0; V::kScaled && k < keys_now; ++k) {
+        __builtin_memcpy(key_scales + k, block + k * row_size + dim, sizeof(float));
+        __builtin_memcpy(value_scales + k, value + k * row_size + dim, sizeof(float));
+      }
       for (int64_t i = 0; i < count; ++i) {
         float* row = scores + i * kKeys;
+        for (int64_t k = 0; V::kScaled && k < kKeys; k += kLanes) {
+          store(row + k, load<F>(row + k) * load<F>(key_scales + k));
+        }
         hide((first + i) / group, key, keys_now, row);
         F best = all(top[i]);
         for (int64_t k = 0; k < kKeys; k += kLanes) {
@@ -145,7 +207,7 @@ struct Sequence {
         F added{};
         for (int64_t k = 0; k < kKeys; k += kLanes) {
           const F p = exponential(load<F>(row + k) - now);
-          store(row + k, p);
+          store(row + k, V::kScaled ? p * load<F>(value_scales + k) : p);
           added = added + p;
         }
         const float kept = exponential(all(top[i] - now))[0];
@@ -158,10 +220,12 @@ struct Sequence {
           }
         }
       }
-      const auto* value = values + (kv_head * a.rows + key) * dim;
+      using T = typename V::Type;
       int64_t i = 0;
-      for (; i + 4 <= count; i += 4) weigh_rows<A, 4>(scores + i * kKeys, value, keys_now, dim, sums + i * kMaxHead);
-      for (; i < count; ++i) weigh_rows<A, 1>(scores + i * kKeys, value, keys_now, dim, sums + i * kMaxHead);
+      for (; i + 4 <= count; i += 4) {
+        weigh_rows<T, 4>(scores + i * kKeys, value, keys_now, row_size, dim, sums + i * kMaxHead);
+      }
+      for (; i < count; ++i) weigh_rows<T, 1>(scores + i * kKeys, value, keys_now, row_size, dim, sums + i * kMaxHead);
     }
     for (int64_t i = 0; i < count; ++i) {
       const int64_t node = (first + i) / group, head = kv_head * group + (first + i) % group;
@@ -198,7 +262,7 @@ Result layers(const Layers& a) {
     if (a.slot(b) < 0 || a.slot(b) >= a.sequences) return kOutside;
   }
   const int64_t tokens = a.batch * a.nodes, attended = a.heads * a.head_dim, kv_width = a.kv_heads * a.head_dim;
-  const int64_t head_rows = a.rows * a.head_dim, half = a.stored * a.kv_heads * head_rows;
+  const int64_t head_rows = a.rows * cached_bytes<A>(a), half = a.stored * a.kv_heads * head_rows;
   T* hidden = static_cast<T*>(a.out);
   T* normed = static_cast<T*>(
       scratch(kBetween, tokens * (a.width + 2 * attended + 2 * kv_width + a.inner) * int64_t(sizeof(T))));
@@ -229,14 +293,14 @@ Result layers(const Layers& a) {
       return kUnsupported;
     }
     const auto sequence = [&](int64_t b) {
-      T* keys = static_cast<T*>(a.kv) + 2 * index * half + a.slot(b) * a.kv_heads * head_rows;
+      char* keys = static_cast<char*>(a.kv) + 2 * index * half + a.slot(b) * a.kv_heads * head_rows;
       return Sequence<A>{a, static_cast<const T*>(weights[kQNorm]), static_cast<const T*>(weights[kKNorm]),
                          a.windows[index], b, a.cache_lens[b], a.ancestors + b * a.ancestors_stride, keys, keys + half,
                          qkv + b * a.nodes * (attended + 2 * kv_width), heads_out + b * a.nodes * attended};
     };
     in_parallel(a.threads, a.batch * a.kv_heads, [&](int64_t i) { sequence(i / a.kv_heads).append(i % a.kv_heads); });
     const int64_t queries = a.heads / a.kv_heads * a.nodes, pieces = blocks(queries, kQueries);
-    with_weight<A>(A::kType, [&](auto kind) {
+    with_weight<A>(a.kv_type, [&](auto kind) {
       in_parallel(a.threads, a.batch * a.kv_heads * pieces, [&](int64_t i) {
         const int64_t kv_head = i / pieces % a.kv_heads, first = i % pieces * kQueries;
         sequence(i / pieces / a.kv_heads)

@@ -49,7 +49,7 @@ struct Layers {
   const void* hidden;
   void* out;  // [batch, nodes, width]
   int64_t batch, nodes, width, heads, kv_heads, head_dim, inner;
-  void* kv;  // [layers, 2, stored, kv_heads, rows, head_dim], of which the first `sequences` are read and written
+  void* kv;  // [layers, 2, stored, kv_heads, rows, row], of which the first `sequences` are read and written
   int64_t stored, sequences, rows;
   const int32_t* slots;  // [batch], which sequence belongs to each batch row; null: sequence b to row b
   const void *cos, *sin;  // [positions, head_dim], or with a stride one table per batch row
@@ -65,6 +65,8 @@ struct Layers {
   const void* const* weights;  // [layers, kSlots]
   const int64_t* kinds;        // [layers, 7, 2], the type and the group of each projection
   const int64_t* windows;      // [layers], sliding windows in positions, 0 for none
+  // Of the cache: `type`, or kInt8, where a row ends with its scale, a float (medusa_kernels/cache_rows.py).
+  int64_t kv_type;
 
   int64_t slot(int64_t b) const { return slots == nullptr ? b : slots[b]; }
 };

@@ -9,6 +9,7 @@ device: a cache row outside the cache is not written, and a position outside the
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 
@@ -39,14 +40,14 @@ def _sum(b_x, b_y):
 
 
 @triton.jit
-def _load(p_in, m_in, stride_part, p_out, PARTS: tl.constexpr):
-    """Return a number, or the sum of its PARTS in order rounded to the dtype of p_out: [ROWS, HALF]."""
+def _load(p_in, m_in, stride_part, like, PARTS: tl.constexpr):
+    """Return a number, or the sum of its PARTS in order rounded to the dtype of `like`: [ROWS, HALF]."""
     # [ROWS, HALF]
     b_x = tl.load(p_in, mask=m_in, other=0.0)
     if PARTS > 1:
         for part in tl.static_range(1, PARTS):
             b_x += tl.load(p_in + part * stride_part, mask=m_in, other=0.0)
-    return b_x.to(p_out.dtype.element_ty)
+    return b_x.to(like.dtype.element_ty)
 
 
 @triton.jit
@@ -75,17 +76,39 @@ def _normed(b_first, b_second, norm, o_d, size, eps):
 
 
 @triton.jit
+def _store(p_out, half_out, b_first, b_second, m_out, o_d, D: tl.constexpr, EIGHT_BITS: tl.constexpr):
+    """Store both halves of each head at p_out [ROWS, HALF], or in 8 bits with the scale in the 4 bytes after them."""
+    if EIGHT_BITS:
+        m_d = o_d < D // 2
+        b_first = tl.where(m_d, b_first.to(tl.float32), 0.0)
+        b_second = tl.where(m_d, b_second.to(tl.float32), 0.0)
+        b_most = tl.max(tl.maximum(tl.abs(b_first), tl.abs(b_second)), 1)[:, None]
+        # 8 bits have neither NaN nor infinity: of either, the scale is NaN.
+        b_most = tl.maximum(b_most, 1e-30) + tl.sum(b_first * 0.0 + b_second * 0.0, 1)[:, None]
+        b_factor = tl.div_rn(tl.zeros_like(b_most) + 127.0, b_most)
+        # Adding 1.5 * 2^23 rounds to the nearest integer, ties to even.
+        tl.store(p_out, (b_first * b_factor + 12582912.0 - 12582912.0).to(tl.int8), mask=m_out)
+        tl.store(p_out + half_out, (b_second * b_factor + 12582912.0 - 12582912.0).to(tl.int8), mask=m_out)
+        p_scale = (p_out + (D - o_d)).to(tl.pointer_type(tl.float32), bitcast=True)
+        b_scale = tl.div_rn(b_most, tl.zeros_like(b_most) + 127.0)
+        tl.store(p_scale, b_scale + tl.zeros_like(b_first), mask=m_out & (o_d == 0))
+    else:
+        tl.store(p_out, b_first, mask=m_out)
+        tl.store(p_out + half_out, b_second, mask=m_out)
+
+
+@triton.jit
 def _rotate(
     p_in, p_out, p_cos, p_sin, half_in, half_out, half_cos, half_sin, m_in, m_out, m_table, stride_part, norm, o_d, eps,
-    PARTS: tl.constexpr, HAS_NORM: tl.constexpr, D: tl.constexpr,
+    PARTS: tl.constexpr, HAS_NORM: tl.constexpr, D: tl.constexpr, EIGHT_BITS: tl.constexpr,
 ):  # fmt: skip
     """Store (x1 cos1 - x2 sin1, x2 cos2 + x1 sin2) for the halves x1, x2 of each head; every operation is rounded.
 
     All pointers and masks are [ROWS, HALF]; half_* is the distance between the halves of a head.
     """
     # The inputs come first, because the tables wait for the position. All loads: [ROWS, HALF]
-    b_first = _load(p_in, m_in, stride_part, p_out, PARTS)
-    b_second = _load(p_in + half_in, m_in, stride_part, p_out, PARTS)
+    b_first = _load(p_in, m_in, stride_part, p_cos, PARTS)
+    b_second = _load(p_in + half_in, m_in, stride_part, p_cos, PARTS)
     if HAS_NORM:
         b_first, b_second = _normed(b_first, b_second, norm, o_d, D, eps)
     b_cos_first = tl.load(p_cos, mask=m_table, other=float("nan"))
@@ -95,8 +118,7 @@ def _rotate(
     b_negated = (-b_second.to(tl.float32)).to(b_second.dtype)
     b_out_first = _sum(_product(b_first, b_cos_first), _product(b_negated, b_sin_first))
     b_out_second = _sum(_product(b_second, b_cos_second), _product(b_first, b_sin_second))
-    tl.store(p_out, b_out_first, mask=m_out)
-    tl.store(p_out + half_out, b_out_second, mask=m_out)
+    _store(p_out, half_out, b_out_first, b_out_second, m_out, o_d, D, EIGHT_BITS)
 
 
 @triton.jit(do_not_specialize=["nodes", "heads", "kv_heads", "sequences", "cache_rows", "positions", *_UNSPECIALISED])
@@ -111,15 +133,15 @@ def _rope_append_kernel(
     STRIDE_COS_D: tl.constexpr, STRIDE_SIN_D: tl.constexpr,
     STRIDE_K_CACHE_D: tl.constexpr, STRIDE_V_CACHE_D: tl.constexpr,
     D: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_SLOTS: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    HAS_SLOTS: tl.constexpr, EIGHT_BITS: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Compute x cos(p) + rotate_half(x) sin(p) for ROWS heads of q or k, or copy ROWS heads of v.
 
     p = cache_lens[b] + depths[b, i] is the row of the tables cos, sin [B or 1, P, D]. q [B, N, Hq, D] goes to out; k
     and v [B, N, Hkv, D] go to row cache_lens[b] + i of the caches [C, Hkv, S, D], of their sequence slots[b] if
-    HAS_SLOTS, else b. Each product and each sum is computed in fp32 and rounded to the dtype of the caches, as in
-    PyTorch. Of PARTS, which have a first axis, x is the sum. With norms q_norm and k_norm [D] x is first
-    x / sqrt(mean(x^2) + eps) times the weight.
+    HAS_SLOTS, else b. Each product and each sum is computed in fp32 and rounded to the dtype of the tables, as in
+    PyTorch. EIGHT_BITS: the caches [C, Hkv, S, D + 4] are int8, see `medusa_kernels.cache_rows`. Of PARTS, which have a
+    first axis, x is the sum. With norms q_norm and k_norm [D] x is first x / sqrt(mean(x^2) + eps) times the weight.
     """
     if PDL:
         if EARLY:
@@ -152,10 +174,9 @@ def _rope_append_kernel(
             v_cache + slot * stride_v_cache_b + o_h * stride_v_cache_h + o_s * stride_v_cache_s + o_d * STRIDE_V_CACHE_D
         )
         # [ROWS, HALF]
-        b_first = _load(p_v, m_in, stride_v_s, p_v_cache, PARTS)
-        b_second = _load(p_v + D // 2 * STRIDE_V_D, m_in, stride_v_s, p_v_cache, PARTS)
-        tl.store(p_v_cache, b_first, mask=m_out)
-        tl.store(p_v_cache + D // 2 * STRIDE_V_CACHE_D, b_second, mask=m_out)
+        b_first = _load(p_v, m_in, stride_v_s, cos, PARTS)
+        b_second = _load(p_v + D // 2 * STRIDE_V_D, m_in, stride_v_s, cos, PARTS)
+        _store(p_v_cache, D // 2 * STRIDE_V_CACHE_D, b_first, b_second, m_out, o_d, D, EIGHT_BITS)
     else:
         # [ROWS, 1]
         o_p = length + tl.load(depths + i_b * stride_depths_b + o_n * stride_depths_n, mask=m_n, other=0)
@@ -169,7 +190,7 @@ def _rope_append_kernel(
             half_q = D // 2 * STRIDE_Q_D
             _rotate(
                 p_q, p_out, p_cos, p_sin, half_q, D // 2, half_cos, half_sin, m_in, m_in, m_table, stride_q_s, q_norm,
-                o_d, eps, PARTS, HAS_NORM, D,
+                o_d, eps, PARTS, HAS_NORM, D, False,
             )  # fmt: skip
         else:
             p_k = k + i_b * stride_k_b + o_n * stride_k_n + o_h * stride_k_h + o_d * STRIDE_K_D
@@ -178,7 +199,7 @@ def _rope_append_kernel(
             half_k, half_k_cache = D // 2 * STRIDE_K_D, D // 2 * STRIDE_K_CACHE_D
             _rotate(
                 p_k, p_k_cache, p_cos, p_sin, half_k, half_k_cache, half_cos, half_sin, m_in, m_out, m_table,
-                stride_k_s, k_norm, o_d, eps, PARTS, HAS_NORM, D,
+                stride_k_s, k_norm, o_d, eps, PARTS, HAS_NORM, D, EIGHT_BITS,
             )  # fmt: skip
 
 
@@ -209,7 +230,7 @@ def rope_append(
             *(t.stride(0) if parts > 1 else 0 for t in (q, k, v)),
             *(t.stride(-1) for t in (q, k, v, cos, sin, k_cache, v_cache)),
             head_dim, triton.next_power_of_2(head_dim // 2), config.rows, parts, q_norm is not None,
-            slots is not None,
+            slots is not None, k_cache.dtype == torch.int8,
             pdl, pdl and at_once(launch.describe(q.device), tiles * batch, PER_MULTIPROCESSOR),
             num_warps=config.num_warps, num_stages=config.num_stages, **OPTIONS, **launch_options(pdl),
         )  # fmt: skip

@@ -56,16 +56,19 @@ def _constants(config: Config, head_dim: int, nodes: int, window: int | None) ->
     }
 
 
-def _attend_constants(config: Config, head_dim, nodes, window, *, capped: bool, negative: bool) -> dict[str, Any]:
+def _attend_constants(
+    config: Config, head_dim, nodes, window, *, capped: bool, negative: bool, eight_bits: bool = False
+) -> dict[str, Any]:
     return _constants(config, head_dim, nodes, window) | {
         "BLOCK_M": config.block_m,
         "DEEP": _deep(nodes, window),
         "HAS_SOFTCAP": capped,
         "NEGATIVE": negative,
-        # A window smaller than the tree has few keys.
-        "OVERLAP": OVERLAP and config.overlap and not _deep(nodes, window),
-        # A share of so many rows takes no more shared memory than a block of keys and values in 16 bits.
-        "MERGE_ROWS": min(MERGE_ROWS, config.block_m, config.block_n),
+        # A window smaller than the tree has few keys. In 8 bits, conversions would be in the way.
+        "OVERLAP": OVERLAP and config.overlap and not _deep(nodes, window) and not eight_bits,
+        # A share of so many rows takes no more shared memory than a block of keys and values in 16 or 8 bits.
+        "MERGE_ROWS": min(MERGE_ROWS, config.block_m, config.block_n) // (1 + eight_bits),
+        "EIGHT_BITS": eight_bits,
         "STAGES": config.num_stages,
     }
 
@@ -129,7 +132,10 @@ def tree_attention(
             cache_lens if slots is None else slots.contiguous(),
             size, 1.0 if softcap is None else softcap,
             *sizes, *q.stride(), *k_cache.stride(), *v_cache.stride(), *words.stride(),
-            **_attend_constants(config, head_dim, nodes, window, capped=softcap is not None, negative=scale < 0),
+            **_attend_constants(
+                config, head_dim, nodes, window,
+                capped=softcap is not None, negative=scale < 0, eight_bits=k_cache.dtype == torch.int8,
+            ),
             HAS_SLOTS=slots is not None, MERGES=merges, PDL=pdl, EARLY=early,
             num_warps=config.num_warps, num_stages=config.num_stages, **_options(config), **launch_options(pdl),
         )  # fmt: skip

@@ -104,9 +104,27 @@ def _tanh(b_x):
 
 
 @triton.jit
-def _scores(b_q, b_k, scale, softcap, NEGATIVE: tl.constexpr, HAS_SOFTCAP: tl.constexpr):
+def _row_scales(base, first, stride, o_n, m_n, D: tl.constexpr, EIGHT_BITS: tl.constexpr, MASKED: tl.constexpr):
+    """Return the scales of cache rows `first + o_n` in 8 bits, fp32 [n], which lie after the rows' D numbers."""
+    if EIGHT_BITS:
+        p_scale = (base + first.to(tl.int64) * stride + o_n * stride + D).to(tl.pointer_type(tl.float32), bitcast=True)
+        # [n]
+        b_scale = tl.load(p_scale, mask=m_n, other=0.0) if MASKED else tl.load(p_scale)
+    else:
+        b_scale = 1.0
+    return b_scale
+
+
+@triton.jit
+def _scores(
+    b_q, b_k, b_k_scale, scale, softcap, NEGATIVE: tl.constexpr, HAS_SOFTCAP: tl.constexpr, EIGHT_BITS: tl.constexpr
+):  # fmt: skip
     """Return softcap tanh(q k^T scale / softcap), or without a cap +-q k^T, whose scale comes later: fp32 [M, n]."""
+    if EIGHT_BITS:
+        b_k = b_k.to(tl.float32).to(b_q.dtype)
     b_scores = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+    if EIGHT_BITS:
+        b_scores = b_scores * b_k_scale[None, :]
     if NEGATIVE:
         b_scores = -b_scores
     if HAS_SOFTCAP:
@@ -139,9 +157,17 @@ def _product(b_p, b_v, b_acc, b_shrink):
 
 
 @triton.jit
-def _accumulate(b_scores, b_v, b_acc, b_high, b_sum, factor, MASKED: tl.constexpr):
-    """Add one block to the running softmax: acc = sum p v [M, D], the largest score and sum p [M]; see `_softmax`."""
-    b_p, b_part, b_shrink, b_high = _softmax(b_scores, b_high, factor, b_v.dtype == tl.float32, MASKED)
+def _accumulate(
+    b_scores, b_v, b_v_scale, b_acc, b_high, b_sum, factor,
+    DTYPE: tl.constexpr, MASKED: tl.constexpr, EIGHT_BITS: tl.constexpr,
+):  # fmt: skip
+    """Add one block to the running softmax: acc = sum p v [M, D], the largest score and sum p [M]; see `_softmax`.
+
+    Values in 8 bits are first multiplied by their scales: a probability times a scale may be too small for float16.
+    """
+    b_p, b_part, b_shrink, b_high = _softmax(b_scores, b_high, factor, tl.float32 == DTYPE, MASKED)
+    if EIGHT_BITS:
+        b_v = (b_v.to(tl.float32) * b_v_scale[:, None]).to(DTYPE)
     return _product(b_p, b_v, b_acc, b_shrink), b_high, b_sum * b_shrink + b_part
 
 
@@ -203,8 +229,8 @@ def attend_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TREE_BLOCK: tl.constexpr,
     MIN_UNITS: tl.constexpr, SINGLE: tl.constexpr, HAS_WINDOW: tl.constexpr, DEEP: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, NEGATIVE: tl.constexpr, OVERLAP: tl.constexpr, MERGES: tl.constexpr,
-    MERGE_ROWS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, HAS_SLOTS: tl.constexpr, PDL: tl.constexpr,
-    EARLY: tl.constexpr,
+    MERGE_ROWS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, HAS_SLOTS: tl.constexpr,
+    EIGHT_BITS: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Compute softmax(q k^T scale) v for one tile of rows of one KV head and one share of its keys.
 
@@ -214,7 +240,8 @@ def attend_kernel(
     stats [B, Hkv, splits, N * G, 2] the largest score and the sum of exponentials, all fp32. Scores are fp32;
     probabilities are rounded to the dtype of v. NEGATIVE: scale is negative, its absolute value is passed. DEEP: a path
     of the tree can be longer than the window. OVERLAP: products run during exponentials, 16-bit only. MERGES: the last
-    program of a tile merges its shares into out; counters [B, Hkv, tiles] count those that have stored theirs, and are
+    program of a tile merges its shares into out. EIGHT_BITS: the caches [C, Hkv, S, D + 4] are int8, see
+    `medusa_kernels.cache_rows`. counters [B, Hkv, tiles] count those that have stored theirs, and are
     zero before and after. EARLY: all programs run at once.
     """
     if PDL:
@@ -252,6 +279,12 @@ def attend_kernel(
     )
     # [BLOCK_M, BLOCK_D]
     b_q = tl.load(p_q, mask=m_q, other=0.0)
+    DTYPE: tl.constexpr = b_q.dtype
+    if EIGHT_BITS:
+        # What the compiler cannot see otherwise, as only multiples of 16 are in an argument's type.
+        stride_k_s, stride_v_s = tl.multiple_of(stride_k_s, 4), tl.multiple_of(stride_v_s, 4)
+        stride_k_h, stride_v_h = tl.multiple_of(stride_k_h, 4), tl.multiple_of(stride_v_h, 4)
+        stride_k_b, stride_v_b = tl.multiple_of(stride_k_b, 4), tl.multiple_of(stride_v_b, 4)
     factor = LOG2E if HAS_SOFTCAP else scale * LOG2E
     slot = (tl.load(slots + i_b) if HAS_SLOTS else i_b).to(tl.int64)
     k_base = k_cache + slot * stride_k_b + i_h.to(tl.int64) * stride_k_h
@@ -286,7 +319,7 @@ def attend_kernel(
             p_v = v_base + row_v.to(tl.int64) * stride_v_s + o_v
             # [BLOCK_N, BLOCK_D]
             b_k = tl.load(p_k) if D == BLOCK_D else tl.load(p_k, mask=m_d[None, :], other=0.0)
-            b_scores = _scores(b_q, b_k, scale, softcap, NEGATIVE, HAS_SOFTCAP)
+            b_scores = _scores(b_q, b_k, 1.0, scale, softcap, NEGATIVE, HAS_SOFTCAP, False)
             # [BLOCK_N, BLOCK_D]
             b_v = tl.load(p_v) if D == BLOCK_D else tl.load(p_v, mask=m_d[None, :], other=0.0)
             b_acc = _product(b_p, b_v, b_acc, b_shrink)
@@ -301,12 +334,16 @@ def attend_kernel(
             p_v = v_base + row.to(tl.int64) * stride_v_s + o_v
             # [BLOCK_N, BLOCK_D]
             b_k = tl.load(p_k) if D == BLOCK_D else tl.load(p_k, mask=m_d[None, :], other=0.0)
-            b_scores = _scores(b_q, b_k, scale, softcap, NEGATIVE, HAS_SOFTCAP)
+            b_k_scale = _row_scales(k_base, row, stride_k_s, o_n, None, D, EIGHT_BITS, False)
+            b_scores = _scores(b_q, b_k, b_k_scale, scale, softcap, NEGATIVE, HAS_SOFTCAP, EIGHT_BITS)
             if HAS_WINDOW:
                 b_scores = tl.where(b_position[:, None] - (row + o_n)[None, :] < window, b_scores, float("-inf"))
             # [BLOCK_N, BLOCK_D]
             b_v = tl.load(p_v) if D == BLOCK_D else tl.load(p_v, mask=m_d[None, :], other=0.0)
-            b_acc, b_high, b_sum = _accumulate(b_scores, b_v, b_acc, b_high, b_sum, factor, HAS_WINDOW)
+            b_v_scale = _row_scales(v_base, row, stride_v_s, o_n, None, D, EIGHT_BITS, False)
+            b_acc, b_high, b_sum = _accumulate(
+                b_scores, b_v, b_v_scale, b_acc, b_high, b_sum, factor, DTYPE, HAS_WINDOW, EIGHT_BITS
+            )
 
     # The ragged end of the prefix, then the tree.
     o_t = tl.arange(0, TREE_BLOCK)
@@ -322,7 +359,8 @@ def attend_kernel(
         m_kv = m_t[:, None] & m_d[None, :]
         # [TREE_BLOCK, BLOCK_D]; rows past the valid ones may hold NaN, which a probability of zero would not remove.
         b_k = tl.load(k_base + row.to(tl.int64) * stride_k_s + o_k, mask=m_kv, other=0.0)
-        b_scores = _scores(b_q, b_k, scale, softcap, NEGATIVE, HAS_SOFTCAP)
+        b_k_scale = _row_scales(k_base, row, stride_k_s, o_t, m_t, D, EIGHT_BITS, True)
+        b_scores = _scores(b_q, b_k, b_k_scale, scale, softcap, NEGATIVE, HAS_SOFTCAP, EIGHT_BITS)
         # [BLOCK_M, TREE_BLOCK]
         if SINGLE:
             m_visible = m_t[None, :]
@@ -344,7 +382,10 @@ def attend_kernel(
         b_scores = tl.where(m_visible, b_scores, float("-inf"))
         # [TREE_BLOCK, BLOCK_D]
         b_v = tl.load(v_base + row.to(tl.int64) * stride_v_s + o_v, mask=m_kv, other=0.0)
-        b_acc, b_high, b_sum = _accumulate(b_scores, b_v, b_acc, b_high, b_sum, factor, True)
+        b_v_scale = _row_scales(v_base, row, stride_v_s, o_t, m_t, D, EIGHT_BITS, True)
+        b_acc, b_high, b_sum = _accumulate(
+            b_scores, b_v, b_v_scale, b_acc, b_high, b_sum, factor, DTYPE, True, EIGHT_BITS
+        )
 
     if PDL and not EARLY:
         # Programs of the next kernel would take the room of those that have not started.

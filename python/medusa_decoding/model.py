@@ -51,6 +51,7 @@ from medusa_decoding.generation.tree_choice import (
     tuned_choice,
 )
 from medusa_decoding.heads import MAX_TOP_K, MedusaHeads
+from medusa_decoding.options import CACHE_DTYPES
 from medusa_decoding.trees.published import published_tree
 from medusa_decoding.trees.tree import Tree
 
@@ -76,6 +77,9 @@ class MedusaModel:
         backend: how steps run. "eager"; "compiled": through torch.compile, at the first use of each tree; "graph":
             captured as a CUDA graph at the first use of each tree and cache size; "auto": "graph" on CUDA, else
             "eager". Captured steps keep their caches between generations, see `free`.
+        cache_dtype: "int8" keeps keys and values in 8 bits with a scale per head and token, about half the bytes of
+            bfloat16. LOSSY: the text is that of the model with such a cache, whatever the tree. None: the model's
+            dtype. It may be set between generations.
 
     Raises:
         ValueError: an unsupported model, heads of another size, or a tree the heads cannot fill. The base model is
@@ -88,6 +92,7 @@ class MedusaModel:
         heads: MedusaHeads | None = None,
         tree: Tree | Literal["auto"] | None = None,
         backend: Backend = "auto",
+        cache_dtype: Literal["int8"] | None = None,
     ) -> None:
         self.base: Any = base
         self._suspended: tuple[weakref.ref[Any], weakref.ref[Any]] | None = None
@@ -98,6 +103,7 @@ class MedusaModel:
             self._heads = heads
             self.tree = tree
             self.backend = backend
+            self.cache_dtype = cache_dtype
             self._steps = Steps(self.backbone, heads)
             self._adaptive: dict[bool, Adaptive] = {}  # by whether tokens are sampled
             self._under_way = 0
@@ -119,6 +125,7 @@ class MedusaModel:
         device_map: Any = None,
         tree: Tree | Literal["auto"] | None = None,
         backend: Backend = "auto",
+        cache_dtype: Literal["int8"] | None = None,
         **hf_kwargs: Any,
     ) -> MedusaModel:
         """Load heads and their base model.
@@ -138,6 +145,7 @@ class MedusaModel:
                 accuracies stored next to the heads; a `medusa_tree.json` there is one of the trees it may choose. A
                 generation that samples takes a `medusa_tree_sampling.json` instead of it, if there is one.
             backend: as in the constructor.
+            cache_dtype: as in the constructor.
             **hf_kwargs: passed to `AutoModelForCausalLM.from_pretrained`. Remote code is never run.
 
         Raises:
@@ -158,7 +166,7 @@ class MedusaModel:
                 tree.check_fits(0, 0)
             base = load_base_model(None, heads, **placed)
             logger.warning("no heads: decoding plainly, one token per step; %s", without_heads(folder))
-            return cls(base.eval(), None, tree, backend)
+            return cls(base.eval(), None, tree, backend, cache_dtype)
         # The base model's sizes are checked before the heads take memory; heads that share lm_head do not state V.
         # A hub is not asked for the base model's config first, unless that model is given.
         found, recorded = stated_base_model(folder)
@@ -168,8 +176,9 @@ class MedusaModel:
             sizes = stated_sizes(str(named), revision)
         checkpoint = read_heads(folder, hidden_size=sizes.get("hidden_size"), vocab_size=sizes.get("vocab_size"))
         if isinstance(base_model, nn.Module):
-            return cls.from_checkpoint(base_model, checkpoint, tree, backend)
-        return cls.from_checkpoint(load_base_model(checkpoint, base_model, **placed).eval(), checkpoint, tree, backend)
+            return cls.from_checkpoint(base_model, checkpoint, tree, backend, cache_dtype)
+        base = load_base_model(checkpoint, base_model, **placed).eval()
+        return cls.from_checkpoint(base, checkpoint, tree, backend, cache_dtype)
 
     @classmethod
     def from_checkpoint(
@@ -178,6 +187,7 @@ class MedusaModel:
         checkpoint: HeadsCheckpoint,
         tree: Tree | Literal["auto"] | None = None,
         backend: Backend = "auto",
+        cache_dtype: Literal["int8"] | None = None,
     ) -> MedusaModel:
         """Put heads that were read on a loaded base model; arguments are as in `from_pretrained`.
 
@@ -187,7 +197,7 @@ class MedusaModel:
         stored = {} if isinstance(tree, Tree) else tuning_file.stored_trees(checkpoint.path, checkpoint.heads)
         causal = base.get_base_model() if hasattr(base, "get_base_model") else base  # peft's wrapper
         norm = causal.model.norm.weight
-        model = cls(base, checkpoint.heads.place(norm.device, norm.dtype), tree, backend)
+        model = cls(base, checkpoint.heads.place(norm.device, norm.dtype), tree, backend, cache_dtype)
         model._recall(checkpoint.path, stored)
         return model
 
@@ -221,6 +231,17 @@ class MedusaModel:
         if tree is not None:
             self.check_tree(tree)
         self._tree = tree
+
+    @property
+    def cache_dtype(self) -> Literal["int8"] | None:
+        """The dtype of the KV cache if it is not the model's."""
+        return None if self.backbone.cache_dtype is None else "int8"
+
+    @cache_dtype.setter
+    def cache_dtype(self, name: Literal["int8"] | None) -> None:
+        if name is not None and name not in CACHE_DTYPES:
+            raise ValueError(f"cache_dtype: expected None or {' or '.join(map(repr, CACHE_DTYPES))}, got {shown(name)}")
+        self.backbone.cache_dtype = None if name is None else torch.int8
 
     def tree_choice(
         self, batch: int = 1, prefix: int = 128, tree: Tree | Literal["auto"] | None = None, sample: bool = False
@@ -487,7 +508,7 @@ class MedusaModel:
         """Copy and pickle by constructor arguments: a copy swaps the modules of its own copy of the base model."""
         kept = ("_accuracies", "_stored_trees", "_tuning", "_untuned")
         state = {name: getattr(self, name) for name in kept}
-        return type(self), (self.base, self.heads, self._tree, self.backend), state
+        return type(self), (self.base, self.heads, self._tree, self.backend, self.cache_dtype), state
 
     def __enter__(self) -> MedusaModel:
         """Return the model itself."""

@@ -344,7 +344,7 @@ def test_rows_and_positions_outside_are_refused(name: str, value: list[int], mes
 
 BAD = {
     "hidden-dtype": ({"hidden": torch.zeros(2, 5, 40).double()}, "hidden: expected dtype"),
-    "kv-layers": ({"kv": torch.zeros(3, 2, 2, 2, 12, 16)}, r"kv: expected shape \[2, 2, 2, Hkv, S, D\]"),
+    "kv-layers": ({"kv": torch.zeros(3, 2, 2, 2, 12, 16)}, r"kv: expected shape \[2, 2, 2, Hkv, S, 16\]"),
     "kv-strides": ({"kv": torch.zeros(2, 2, 2, 12, 2, 16).transpose(3, 4)}, "kv: expected a contiguous tensor"),
     "sin-rows": ({"sin": torch.zeros(11, 16)}, r"sin: expected shape \[12, 16\], got \[11, 16\]"),
     "lens-dtype": ({"cache_lens": torch.zeros(2).long()}, "cache_lens: expected dtype int32"),

@@ -688,3 +688,18 @@ def test_captured_steps_serve_rows_that_come_and_go() -> None:
     with Engine(model, slots=6, stall_seconds=0.0) as engine:
         callers = [Caller(engine, prompt, tree=drawn.choice(TREES), **settings) for prompt, settings in asked]
         assert [caller.tokens() for caller in callers] == expected
+
+
+def test_prefixes_in_8_bits_are_copied_with_their_scales() -> None:
+    """The second prompt begins as the first, most of whose text would be lost if it took that slot."""
+    base = tiny(max_position_embeddings=256)
+    [row] = prompts(1, [60])
+    asked = [row.tolist(), [*row[:40].tolist(), 1, 2, 3], row.tolist()]
+    with MedusaModel(base, heads_for(base), Tree.cartesian([3, 2]), cache_dtype="int8") as model:
+        expected = [alone(model, prompt, max_new_tokens=24, tree=Tree([])) for prompt in asked]
+        with Engine(model, slots=2, context=120) as engine:
+            callers = [Caller(engine, prompt, max_new_tokens=24).wait() for prompt in asked]
+            assert [caller.tokens() for caller in callers] == expected
+            assert [caller.tickets[0].reused for caller in callers] == [0, 40, 59]
+            cache = engine._scheduler.slots.state.cache
+            assert (cache.kv.dtype, engine.memory.cache) == (torch.int8, cache.kv.nbytes)

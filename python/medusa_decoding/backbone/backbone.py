@@ -19,6 +19,7 @@ from medusa_decoding.backbone.rope import rope_tables
 from medusa_decoding.backbone.tensor_parallel import Peers, Sharded, local_kv_heads
 from medusa_decoding.linears.holding import LinearHold
 from medusa_decoding.linears.reading import is_hooked
+from medusa_kernels.cache_rows import row_width
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class Backbone:
         lock: held by one generation of this model at a time, whatever heads it uses.
         fuse: whether `fused_layers` runs the layers, in a few launches each, instead of module by module.
         said: how the layers of steps run and why, as logged last, or None.
+        cache_dtype: int8 for a KV cache in 8 bits (see `medusa_kernels.cache_rows`), None for one in the model's dtype.
         native: the layers as the C++ library runs them for a tree pass, in one call, or None.
 
     Raises:
@@ -74,6 +76,7 @@ class Backbone:
             self.linears.undo()
             raise
         self.fuse = False
+        self.cache_dtype: torch.dtype | None = None
         self.native: fused_layers.NativeLayers | None = None
         self.said: str | None = None
 
@@ -162,8 +165,18 @@ class Backbone:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of activations and cache: that of the norms, which are never quantised."""
+        """The dtype of activations: that of the norms, which are never quantised."""
         return self.decoder.norm.weight.dtype
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """The dtype of the KV cache."""
+        return self.cache_dtype or self.dtype
+
+    @property
+    def head_dim(self) -> int:
+        """D, the size of a head."""
+        return self.decoder.layers[0].self_attn.head_dim
 
     @property
     def vocab_size(self) -> int:
@@ -183,9 +196,12 @@ class Backbone:
         return max(declared, int(rope.get("factor", 1.0) * trained))
 
     def kv_shape(self, batch: int, capacity: int) -> tuple[int, ...]:
-        """Return the shape of the KV cache, [L, 2, B, Hkv, S, D], with the KV heads of this process."""
-        head_dim = self.decoder.layers[0].self_attn.head_dim
-        return (len(self.decoder.layers), 2, batch, self.kv_heads, capacity, head_dim)
+        """Return the shape of the KV cache, [L, 2, B, Hkv, S, D], with the KV heads of this process.
+
+        In 8 bits the last axis is longer.
+        """
+        width = row_width(self.head_dim, self.kv_dtype)
+        return (len(self.decoder.layers), 2, batch, self.kv_heads, capacity, width)
 
     def rope(self, prompt_lengths: list[int], capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return rotary tables by position for prompts of these lengths, see `rope_tables`."""

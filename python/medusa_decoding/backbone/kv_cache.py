@@ -22,9 +22,9 @@ class TreeCache:
 
     Attributes:
         kv: [L, 2, B, Hkv, S, D]; kv[l, 0] holds layer l's keys (already rotated), kv[l, 1] its values. With `slots` of
-            any number of sequences.
+            any number of sequences. In 8 bits int8 [.., D + 4], see `medusa_kernels.cache_rows`.
         lengths: int32 [B], filled rows of each sequence, on the same device.
-        cos, sin: [P, D] or [B, P, D] rotary tables by position, P >= S, in the dtype of kv.
+        cos, sin: [P, D] or [B, P, D] rotary tables by position, P >= S, in the dtype of the model.
         counters: [B, ..] for `tree_attention`, zeros between passes; None where it has no use for them.
         slots: int32 [B], which sequence of `kv` belongs to each row, for a cache of which rows change places; None:
             sequence b to row b.
@@ -40,15 +40,18 @@ class TreeCache:
     places: list[int] | None = None
 
     @classmethod
-    def allocate(cls, shape: tuple[int, ...], rope: Tables, heads: int | None = None) -> TreeCache:
-        """Allocate an empty cache of shape (L, 2, B, Hkv, S, D), in the dtype and on the device of the rotary tables.
+    def allocate(
+        cls, shape: tuple[int, ...], rope: Tables, heads: int | None = None, dtype: torch.dtype | None = None
+    ) -> TreeCache:
+        """Allocate an empty cache of shape (L, 2, B, Hkv, S, D), on the device of the rotary tables and in their dtype.
 
-        With `heads`, the query heads of a layer, it has counters for `tree_attention`.
+        `dtype` may be another one: int8, whose shape is (.., D + 4). With `heads`, the query heads of a layer, it has
+        counters for `tree_attention`.
 
         Raises:
             MemoryError: the block does not fit on the device; the message gives its size.
         """
-        dtype, device = rope[0].dtype, rope[0].device
+        dtype, device = dtype or rope[0].dtype, rope[0].device
         try:
             kv = torch.zeros(shape, dtype=dtype, device=device)
         except RuntimeError as error:  # torch.OutOfMemoryError on CUDA, a plain RuntimeError from the CPU allocator

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from medusa_kernels import ancestor_words, tree_attention
+from medusa_kernels.cache_rows import dequantised_rows
 from medusa_kernels.reference import WORD
 from medusa_kernels.tree_attention import MAX_NODES
 
@@ -48,6 +49,9 @@ def prefill_attention(
     Prompts begin at the start of their rows and padding follows them, so causality alone hides the padding. No mask of
     chunk times earlier rows is materialised on any device.
 
+    Of a cache in 8 bits, one layer's filled rows are first copied in the dtype of the queries, those of this chunk
+    included, so that a prompt sees what later steps see.
+
     Takes rotated queries [B, T, Hq, D] of positions `offset` to `offset + T`, caches [B, Hkv, S, D] of which rows
     [0, offset + T) are filled, and int32 [B] lengths, `offset` in every row. With `places`, those of each row in the
     caches, these have any number of sequences; rows that are not neighbours there attend one by one. Returns
@@ -66,7 +70,8 @@ def prefill_attention(
         k_cache, v_cache = k_cache[first : first + count], v_cache[first : first + count]
     length = q.shape[1]
     end = offset + length
-    keys, values = k_cache[:, :, :end], v_cache[:, :, :end]
+    k_cache, v_cache = (dequantised_rows(cache[:, :, :end], q.dtype) for cache in (k_cache, v_cache))
+    keys, values = k_cache, v_cache
     flash = flash_kernel(q)
     if flash is not None:
         seen = window if window is not None and window < end else None

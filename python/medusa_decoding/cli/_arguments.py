@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from medusa_decoding.options import ACCEPTANCES, BACKENDS, DTYPES, PROMPT_TOKENS, TURNS
+from medusa_decoding.options import ACCEPTANCES, BACKENDS, CACHE_DTYPES, DTYPES, PROMPT_TOKENS, TURNS
 from medusa_decoding.serving.loading import base_model as base_model
 from medusa_decoding.serving.loading import find_model, heads_of
 from medusa_decoding.serving.loading import load_model as load_model
@@ -156,6 +156,14 @@ def add_prompts(parser: argparse.ArgumentParser) -> None:
 def add_backend(parser: argparse.ArgumentParser, words: str = "how steps run, as in medusa generate") -> None:
     """Add `--backend`."""
     parser.add_argument("--backend", choices=BACKENDS, default="auto", help=words)
+
+
+def add_cache_dtype(parser: argparse.ArgumentParser) -> None:
+    """Add `--cache-dtype`."""
+    words = (
+        "int8: keys and values in 8 bits, about half the memory of bfloat16; LOSSY (default: the dtype of the weights)"
+    )
+    parser.add_argument("--cache-dtype", choices=CACHE_DTYPES, help=words)
 
 
 def add_decoding(parser: argparse.ArgumentParser, new_tokens: int | str) -> None:

@@ -51,8 +51,9 @@ def _run(args: argparse.Namespace) -> int:
 
 def warn(evaluation: Evaluation) -> None:
     """Warn about texts that differ although they must not: in float32 every text is the base model's own."""
-    lossless = evaluation.settings.get("acceptance", "lossless") == "lossless"
-    if evaluation.different and lossless and evaluation.settings["dtype"] == "float32":
+    settings = evaluation.settings
+    lossless = settings.get("acceptance", "lossless") == "lossless" and "cache_dtype" not in settings
+    if evaluation.different and lossless and settings["dtype"] == "float32":
         first = evaluation.different[0]
         print(
             f"medusa: {len(evaluation.different)} texts differ from a baseline's, which in float32 must not happen "

@@ -62,7 +62,7 @@ class DecodeState:
         return cls(
             cache=cache,
             root=zeros(batch, dtype=torch.int64),
-            hidden=zeros(batch, hidden_size, dtype=cache.kv.dtype),
+            hidden=zeros(batch, hidden_size, dtype=cache.cos.dtype),
             output=zeros(batch, width, dtype=torch.int64),
             count=zeros(batch, dtype=torch.int32),
             finished=zeros(batch, dtype=torch.bool),

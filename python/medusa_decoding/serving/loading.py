@@ -57,8 +57,9 @@ def load_model(args: Any, **placed: Any) -> MedusaModel:
 
     placed = placed or {"device_map": None if args.device == "cpu" else args.device}
     return MedusaModel.from_pretrained(
-        heads_of(args), base_model(args), dtype=args.dtype or "auto", tree=args.tree, backend=args.backend, **placed
-    )
+        heads_of(args), base_model(args), dtype=args.dtype or "auto", tree=args.tree, backend=args.backend,
+        cache_dtype=getattr(args, "cache_dtype", None), **placed,
+    )  # fmt: skip
 
 
 def heads_of(args: Any) -> str:

@@ -1,6 +1,7 @@
 // Elementwise conversions: `cvt.TO.FROM`, with the rounding in front of TO where it is not to the nearest.
 //
-// The table has them for registers as wide as the numbers, 8-bit numbers in 16-bit registers. Between integers a register
+// The table has them for registers as wide as the numbers, 8-bit numbers in 16-bit registers. Triton's own conversion of
+// int8 to bfloat16 has 8-bit registers. Between integers a register
 // may be wider than its number: those are `convert_integers` in parser.cpp.
 #include "table.h"
 
@@ -62,6 +63,7 @@ void add_conversions(Table& t) {
   integers_and_floats<u64>(t, "u64");
   integers_and_floats<s64>(t, "s64");
 
+  t["cvt.f32.s8 of 8 bits"] = row([](u8 a) -> float { return static_cast<float>(static_cast<s8>(a)); });
   t["cvt.f32.bf16"] = row([](u16 a) -> float { return canonical(from_bf16(a)); });
   t["cvt.f32.f16"] = row([](u16 a) -> float { return canonical(from_f16(a)); });
   t["cvt.f32.f64"] = row([](double a) -> float { return canonical(static_cast<float>(a)); });

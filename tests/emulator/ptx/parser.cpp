@@ -348,7 +348,9 @@ class Parser {
     }
     if (name == "cvt" && integers(o)) return;
     if (name == "cvta") o.words = {"mov", o.words.back()};
-    const auto found = elementwise().find(key_of(o.words));
+    std::string key = key_of(o.words);
+    if (key == "cvt.f32.s8" && find(o.operand(1).items[0], 2).width == 1) key += " of 8 bits";
+    const auto found = elementwise().find(key);
     if (found == elementwise().end()) throw ParseError("the emulator does not know this instruction");
     const Row& row = found->second;
     if (o.operands.size() != row.widths.size())

@@ -123,6 +123,8 @@ def memory_use(backbone: Backbone, sizes: Sizes, rows: int, chunk: int = PREFILL
     """
     capacity, item, batch = bucket(rows), backbone.dtype.itemsize, len(sizes.prompt_lengths)
     kv = backbone.kv_shape(batch, capacity)
+    # Of a cache in 8 bits, a prefill copies one layer, of which keys or values are in fp32 meanwhile.
+    copied = 0 if backbone.cache_dtype is None else batch * kv[3] * capacity * backbone.head_dim * (2 * item + 4)
     rotary = backbone.decoder.rotary_emb
     # One table per row if prompts of different lengths may scale it differently.
     tables = batch if "dynamic" in rotary.rope_type and capacity > rotary.original_max_seq_len else 1
@@ -130,16 +132,16 @@ def memory_use(backbone: Backbone, sizes: Sizes, rows: int, chunk: int = PREFILL
     return MemoryUse(
         batch=batch,
         rows=capacity,
-        cache=torch.Size(kv).numel() * item,
-        tables=2 * tables * capacity * kv[-1] * item,
+        cache=torch.Size(kv).numel() * backbone.kv_dtype.itemsize,
+        tables=2 * tables * capacity * backbone.head_dim * item,
         state=batch * (bucket(sizes.budget + 1) * STATE_BYTES + backbone.config.hidden_size * item),
-        activations=max(_pass(backbone, at_once, item), _step(backbone, sizes, capacity, item)),
+        activations=max(_pass(backbone, at_once, item) + copied, _step(backbone, sizes, capacity, item)),
     )
 
 
 def _pass(backbone: Backbone, rows: int, item: int) -> int:
     """Return the peak bytes of one layer's pass over `rows` rows: of its norms, its attention or its MLP."""
-    config, head_dim = backbone.config, backbone.decoder.layers[0].self_attn.head_dim
+    config, head_dim = backbone.config, backbone.head_dim
     hidden, inner = config.hidden_size, config.intermediate_size
     q, kv = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
     # Always live: the layer's input, the residual stream, its normed copy, and what the rotation reads.

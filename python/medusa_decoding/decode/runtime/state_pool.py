@@ -190,7 +190,8 @@ class StatePool:
         heads = self.backbone.config.num_attention_heads
         with self.backbone.peers.together():
             tables = self.backbone.rope(sizes.prompt_lengths, shape[4])
-            return self._allocate(TreeCache.allocate(shape=shape, rope=tables, heads=heads), sizes.budget)
+            cache = TreeCache.allocate(shape=shape, rope=tables, heads=heads, dtype=self.backbone.kv_dtype)
+            return self._allocate(cache, sizes.budget)
 
     def _allocate(self, cache: TreeCache, budget: int) -> DecodeState:
         state = DecodeState.allocate(cache, self.backbone.config.hidden_size, budget)
@@ -198,8 +199,8 @@ class StatePool:
         return state
 
     def _serves(self, state: DecodeState, shape: tuple[int, ...], width: int | None) -> bool:
-        kv = state.cache.kv
-        same_kind = kv.dtype == self.backbone.dtype and kv.device == self.backbone.device
+        kv, backbone = state.cache.kv, self.backbone
+        same_kind = (kv.dtype, state.cache.cos.dtype, kv.device) == (backbone.kv_dtype, backbone.dtype, backbone.device)
         return same_kind and tuple(kv.shape) == shape and width in (None, state.output.shape[1])
 
     def _prepare(self, state: DecodeState, tables: Tables) -> None:

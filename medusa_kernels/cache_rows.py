@@ -1,0 +1,56 @@
+"""Rows of the KV cache in 8 bits: D numbers of int8 and their scale in one row of D + 4 bytes.
+
+Of a head's key or value x `[D]` a row holds the numbers `round(x * 127 / max |x|)` (to nearest, ties to even), and in
+its last 4 bytes the scale `max |x| / 127` in fp32. As the scale is part of the row, whatever moves rows moves it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from medusa_kernels import _checks
+
+SCALE_BYTES = 4
+LEAST = 1e-30
+"""The largest magnitude is taken as at least this: zeros would have a scale of 0 to divide by."""
+
+
+def row_width(head_dim: int, dtype: torch.dtype) -> int:
+    """Return the numbers of a row: D, and in int8 those of the scale's bytes, too."""
+    return head_dim + SCALE_BYTES if dtype == torch.int8 else head_dim
+
+
+def quantised_rows(rows: Tensor) -> Tensor:
+    """Return rows of a cache, int8 `[.., D + 4]`, for keys or values `[.., D]`."""
+    rows = rows.float()
+    largest = rows.abs().amax(-1, keepdim=True).clamp(min=LEAST)
+    # A number divided by a tensor would be its reciprocal times the number, rounded twice.
+    codes = (rows * (torch.full_like(largest, 127) / largest)).round().to(torch.int8)
+    return torch.cat((codes, (largest / 127).view(torch.int8)), -1)
+
+
+def dequantised_rows(cache: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the keys or values `[.., D]`, rounded once to a dtype, of a cache `[.., D + 4]`, of any other itself."""
+    if cache.dtype != torch.int8:
+        return cache
+    codes, scales = cache[..., :-SCALE_BYTES], cache[..., -SCALE_BYTES:].view(torch.float32)
+    return (codes * (scales.double() if dtype == torch.float64 else scales)).to(dtype)
+
+
+def check(name: str, cache: Tensor, expected: _checks.Shape, like: str, other: Tensor) -> None:
+    """Check a cache whose last axis would have D numbers, the last of `expected`: in the dtype of another one or int8.
+
+    Raises:
+        ValueError: a wrong shape, dtype, device or layout.
+    """
+    if cache.dtype != torch.int8:
+        _checks.match(name, cache, expected, like, other)
+        return
+    *outer, head_dim = expected
+    assert isinstance(head_dim, int)
+    _checks.shape(name, cache, (*outer, row_width(head_dim, torch.int8)))
+    _checks.same_device(name, cache, like, other)
+    *strides, last = cache.stride()
+    aligned = last == 1 and not any(stride % SCALE_BYTES for stride in strides)
+    _checks.require(aligned, name, "rows of adjacent bytes, each a multiple of 4 from the others", cache.stride())
