@@ -124,6 +124,13 @@ def _tree_attention(device: Device) -> Iterator[Specialisation]:
         yield _attend_form(
             device, (torch.bfloat16, 128, 64, rows, None, False), merges=True, pdl=pdl, early=pdl, slots=True
         )
+    for dtype, dim, nodes, rows in (
+        *((torch.bfloat16, 128, nodes, rows) for nodes, rows in ((1, 4), (64, 64), (64, 256))),
+        (torch.bfloat16, 64, 64, 256), (torch.bfloat16, 256, 64, 64), (torch.float16, 128, 64, 64),
+        (torch.float32, 128, 64, 64),
+    ):  # fmt: skip
+        form = dtype, dim, nodes, rows, None, False
+        yield _attend_form(device, form, merges=True, pdl=pdl, early=pdl, eight_bits=True)
     if pdl:
         yield _attend_form(device, (torch.bfloat16, 128, 64, 64, None, False), merges=True, pdl=True, early=False)
     for dtype, head_dim in _ATTENTION_MERGES:
@@ -137,19 +144,23 @@ def _tree_attention(device: Device) -> Iterator[Specialisation]:
         )
 
 
-def _attend_form(device, form, *, merges, pdl, early, slots=False):
+def _attend_form(device, form, *, merges, pdl, early, slots=False, eight_bits=False):
     """Describe one compiled form of the kernel that attends."""
     dtype, head_dim, nodes, rows, window, cap, *sizes = form
     keys, kv_heads = (*sizes, *(LONG, 1)[len(sizes) :])
-    config = tree_attention.configuration(device, dtype, head_dim, rows, keys=keys, kv_heads=kv_heads)
+    config = tree_attention.configuration(
+        device, dtype, head_dim, rows, keys=keys, kv_heads=kv_heads, eight_bits=eight_bits
+    )
     kind, names = TRITON_TYPES[dtype], tree_attention.attend_kernel.arg_names
     words = (
         f"tree_attention attend {kind} D{head_dim} N{nodes} M{rows}", "short" * (keys < LONG),
         "crowded" * (kv_heads > 1), "window" * bool(window), "softcap" * cap,
         "deep" * tree_attention._deep(nodes, window), "merges" * merges, "late" * (pdl and not early), "slots" * slots,
+        "int8" * eight_bits,
     )  # fmt: skip
     types = {
-        "q k_cache v_cache out": f"*{kind}",
+        "q out": f"*{kind}",
+        "k_cache v_cache": "*i8" if eight_bits else f"*{kind}",
         "parts stats": "*fp32",
         "cache_lens counters slots": "*i32",
         "ancestors": "*i64",
@@ -160,10 +171,16 @@ def _attend_form(device, form, *, merges, pdl, early, slots=False):
         tree_attention.attend_kernel,
         types,
         {f"stride_{tensor}_d": 1 for tensor in ("q", "k", "v")}
-        | tree_attention._attend_constants(config, head_dim, nodes, window, capped=cap, negative=False)
+        | tree_attention._attend_constants(
+            config, head_dim, nodes, window, capped=cap, negative=False, eight_bits=eight_bits
+        )
         | {"MERGES": merges, "HAS_SLOTS": slots, "PDL": pdl, "EARLY": early},
         config,
-        aligned=tuple(n for n in names if n.startswith("stride_") and n[7] in "qkv" and n[-1] != "d"),
+        aligned=tuple(
+            n
+            for n in names
+            if n.startswith("stride_") and n[7] in "qkv" and n[-1] != "d" and n[7:] not in ("k_s", "v_s") * eight_bits
+        ),
         programs=config.programs,
     )
     return replace(found, options=tree_attention._options(config))
@@ -178,21 +195,29 @@ def _rope_append(device: Device) -> Iterator[Specialisation]:
     cases += [(torch.bfloat16, 128, 1, parts, norm) for parts, norm in ((1, True), (2, False), (4, True))]
     cases += [(torch.float32, 128, 1, 1, True), (torch.bfloat16, 128, 2, 1, False)]
     cases += [(torch.bfloat16, 128, 1, 1, False, True)]
+    cases += [(torch.bfloat16, 128, 1, parts, False, True, True) for parts in (1, 2)]
     names = rope_append._rope_append_kernel.arg_names
-    for dtype, dim, last, parts, norm, *slots in cases:
+    for dtype, dim, last, parts, norm, *more in cases:
+        slots, eight_bits = (*more, False, False)[:2]
         config, kind = rope_append.configuration(dtype, dim), TRITON_TYPES[dtype]
         yield specialise(
             f"rope_append {kind} D{dim}" + f" {parts} parts" * (parts > 1) + " norms" * norm + " strided" * (last != 1)
-            + " slots" * bool(slots),
+            + " slots" * slots + " int8" * eight_bits,
             rope_append._rope_append_kernel,
-            {"q k v": f"*{kind if parts == 1 else 'fp32'}", "cos sin k_cache v_cache q_norm k_norm out": f"*{kind}",
+            {"q k v": f"*{kind if parts == 1 else 'fp32'}", "cos sin q_norm k_norm out": f"*{kind}",
+             "k_cache v_cache": "*i8" if eight_bits else f"*{kind}",
              "cache_lens depths slots": "*i32", "eps": "fp32"},
             dict.fromkeys((name for name in names if name.startswith("STRIDE_")), last)
             | {"D": dim, "HALF": triton.next_power_of_2(dim // 2), "ROWS": config.rows}
-            | {"PARTS": parts, "HAS_NORM": norm, "HAS_SLOTS": bool(slots), "PDL": has_programmatic(device)}
-            | {"EARLY": has_programmatic(device)},
+            | {"PARTS": parts, "HAS_NORM": norm, "HAS_SLOTS": slots, "PDL": has_programmatic(device)}
+            | {"EARLY": has_programmatic(device), "EIGHT_BITS": eight_bits},
             config,
-            aligned=tuple(n for n in names if n.startswith("stride_") and n not in rope_append._UNSPECIALISED),
+            aligned=tuple(
+                n for n in names
+                if n.startswith("stride_") and n not in rope_append._UNSPECIALISED and not (
+                    eight_bits and n.endswith("cache_s")
+                )
+            ),
         )  # fmt: skip
 
 

@@ -64,8 +64,8 @@ def _attend_constants(
         "DEEP": _deep(nodes, window),
         "HAS_SOFTCAP": capped,
         "NEGATIVE": negative,
-        # A window smaller than the tree has few keys. In 8 bits, conversions would be in the way.
-        "OVERLAP": OVERLAP and config.overlap and not _deep(nodes, window) and not eight_bits,
+        # A window smaller than the tree has few keys.
+        "OVERLAP": OVERLAP and config.overlap and not _deep(nodes, window),
         # A share of so many rows takes no more shared memory than a block of keys and values in 16 or 8 bits.
         "MERGE_ROWS": min(MERGE_ROWS, config.block_m, config.block_n) // (1 + eight_bits),
         "EIGHT_BITS": eight_bits,
@@ -109,7 +109,10 @@ def tree_attention(
     if out.numel() == 0:
         return out
     device = describe(q.device)
-    config = configuration(device, q.dtype, head_dim, rows, keys=capacity, kv_heads=batch * kv_heads)
+    eight_bits = k_cache.dtype == torch.int8
+    config = configuration(
+        device, q.dtype, head_dim, rows, keys=capacity, kv_heads=batch * kv_heads, eight_bits=eight_bits
+    )
     pdl = programmatic(q.device)
     tiles = -(-rows // config.block_m)
     at_a_time = device.multiprocessors * config.programs
@@ -134,7 +137,7 @@ def tree_attention(
             *sizes, *q.stride(), *k_cache.stride(), *v_cache.stride(), *words.stride(),
             **_attend_constants(
                 config, head_dim, nodes, window,
-                capped=softcap is not None, negative=scale < 0, eight_bits=k_cache.dtype == torch.int8,
+                capped=softcap is not None, negative=scale < 0, eight_bits=eight_bits,
             ),
             HAS_SLOTS=slots is not None, MERGES=merges, PDL=pdl, EARLY=early,
             num_warps=config.num_warps, num_stages=config.num_stages, **_options(config), **launch_options(pdl),

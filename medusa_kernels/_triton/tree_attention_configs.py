@@ -42,8 +42,36 @@ class Config:
 
 
 def configuration(
-    device: Device, dtype: torch.dtype, head_dim: int, rows: int, *, keys: int = LONG, kv_heads: int = 1
+    device: Device,
+    dtype: torch.dtype,
+    head_dim: int,
+    rows: int,
+    *,
+    keys: int = LONG,
+    kv_heads: int = 1,
+    eight_bits: bool = False,
 ) -> Config:
+    """Return the configuration of `_configuration`, for a cache in 8 bits with smaller blocks and more warps.
+
+    Its numbers pass through registers, which larger blocks would spill. Not measured.
+    """
+    found = _configuration(device, dtype, head_dim, rows, keys, kv_heads)
+    if not eight_bits:
+        return found
+    if interpreted():
+        return replace(found, overlap=False)
+    wide = head_dim > 128
+    return Config(
+        block_m=min(found.block_m, 32) if wide and device.hopper else found.block_m,
+        block_n=min(found.block_n, 16 if wide or dtype == torch.float32 else 32),
+        num_warps=8,
+        num_stages=min(found.num_stages, 2 if wide else 3),
+        programs=1,
+        min_keys=found.min_keys,
+    )
+
+
+def _configuration(device: Device, dtype: torch.dtype, head_dim: int, rows: int, keys: int, kv_heads: int) -> Config:
     """Return the configuration for `rows` rows per KV head, a cache of `keys` rows and all batch rows' KV heads.
 
     On Hopper, head sizes up to 128 get the fastest on an H200 for the heads of Llama-2-7B and Llama-3-8B. Tiles of 64
