@@ -44,7 +44,8 @@ def decode_linear(
             the gate's and the other's, of one shape.
         biases: for each weight `[N_i]`, dtype of x, or None; None: no biases.
         gate: whether the first product gates the second.
-        residual: `[..., N]`, dtype of x; added to the product. Only with one weight.
+        residual: `[..., sum of N_i]`, gated `[..., 2 N]`, dtype of x; added to the products, before the gate: a layer's
+            residual, or the products of an adapter (LoRA, arXiv:2106.09685).
         scales: for each weight fp32 `[N_i]`, the factor of each row of 8-bit numbers, or `[N_i, K / g]`, that of each
             group of 4-bit codes; None: the weights are in the dtype of x.
         parts: more than 1: the K columns are divided into so many consecutive parts, and each part's product is
@@ -93,8 +94,8 @@ def decode_linear(
         _checks.require(parts == 1, "parts", "1 with gate or residual", parts)
     _checks.require(1 <= parts <= max(1, size), "parts", f"1 to the {size} columns of x", parts)
     if residual is not None:
-        _checks.require(count == 1, "residual", "None with several weights", list(residual.shape))
-        _checks.match("residual", residual, (*x.shape[:-1], weights[0].shape[0]), "x", x)
+        width = sum(weight.shape[0] for weight in weights)
+        _checks.match("residual", residual, (*x.shape[:-1], width), "x", x)
     bias_list = None if biases is None else list(biases)
     scale_list, zero_list = (None if given is None else list(given) for given in (scales, zeros))
     return torch.ops.medusa_kernels.decode_linear.default(
@@ -141,11 +142,11 @@ def with_linear(
             torch.mm(rows, weight.T, out=part)
         else:
             torch.addmm(bias, rows, weight.T, out=part)
+    if residual is not None:
+        out += residual.reshape(out.shape)
     if gate:
         first, second = out.split(sizes, 1)
         out = silu(first).mul_(second)
-    if residual is not None:
-        out += residual.reshape(out.shape)
     return out.view(*x.shape[:-1], out.shape[1])
 
 

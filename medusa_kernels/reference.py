@@ -221,8 +221,13 @@ def decode_linear(
     for product, bias in zip(products, biases or [None] * len(products), strict=True):
         if bias is not None:
             product += _wide(bias)
-    out = products[0] * torch.sigmoid(products[0]) * products[1] if gate else torch.cat(products, -1)
-    return (out if residual is None else out + _wide(residual)).to(x.dtype)
+    out = torch.cat(products, -1)
+    if residual is not None:
+        out = out + _wide(residual)
+    if gate:
+        gating, other = out.chunk(2, -1)
+        out = gating * torch.sigmoid(gating) * other
+    return out.to(x.dtype)
 
 
 def added(parts: Tensor) -> Tensor:

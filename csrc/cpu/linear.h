@@ -271,10 +271,15 @@ Result linear(const Linear& a) {
         if (a.gate) affine<A, W>(a.weights[1], first, rows, x + start * vectors, tokens, a.columns, others);
         for (int64_t token = 0; token < tokens; ++token) {
           const int64_t place = (start + token) * width + column + first;
+          const T* added = static_cast<const T*>(a.residual) + (a.gate ? 2 * place - first : place);
           for (int64_t row = 0; row < rows; row += kLanes) {
             F value = load<F>(sums + token * kChunk + row);
-            if (a.gate) value = silu(value) * load<F>(others + token * kChunk + row);
-            if (a.residual != nullptr) value = value + get<A>(static_cast<const T*>(a.residual) + place + row, rows - row);
+            if (a.residual != nullptr) value = value + get<A>(added + row, rows - row);
+            if (a.gate) {
+              F other = load<F>(others + token * kChunk + row);
+              if (a.residual != nullptr) other = other + get<A>(added + width + row, rows - row);
+              value = silu(value) * other;
+            }
             put<A>(static_cast<T*>(a.out) + place + row, value, rows - row);
           }
         }

@@ -29,7 +29,7 @@ struct Linear {
   int64_t type;  // of x, residual and out: kFloat32 or kBFloat16
   const void* x;
   int64_t tokens, columns;
-  const void* residual;  // [tokens, rows] or null; with one weight only
+  const void* residual;  // [tokens, sum of rows of all weights] or null
   void* out;             // [tokens, sum of rows], gated [tokens, rows]
   int64_t gate;
   int64_t count;

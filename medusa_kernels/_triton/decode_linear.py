@@ -55,22 +55,25 @@ def _write(
     b_acc, b_acc_u, bias, b1, residual, out, o_m, o_n, i_s, rows, features, width, first, stride_residual_m,
     GATE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_RESIDUAL: tl.constexpr, SWAP: tl.constexpr,
 ):  # fmt: skip
-    """Write the products of rows o_n of a weight with rows o_m of x to part i_s, after bias, gate and residual."""
+    """Write the products of rows o_n of a weight with rows o_m of x to part i_s, after bias, residual and gate."""
     m_m, m_n = o_m < rows, o_n < features
     if HAS_BIAS:
         m_bias = o_n < tl.where(i_s == 0, features, 0)
         b_acc = _add_bias(b_acc, bias, o_n, m_bias, SWAP)
         if GATE:
             b_acc_u = _add_bias(b_acc_u, b1, o_n, m_n, SWAP)
-    if GATE:
-        b_acc = b_acc * tl.sigmoid(b_acc) * b_acc_u
     if SWAP:
         o_r, o_c, m_out = o_m[None, :], o_n[:, None], m_m[None, :] & m_n[:, None]
     else:
         o_r, o_c, m_out = o_m[:, None], o_n[None, :], m_m[:, None] & m_n[None, :]
     if HAS_RESIDUAL:
         # [BLOCK_M, BLOCK_N], transposed with SWAP
-        b_acc += tl.load(residual + o_r.to(tl.int64) * stride_residual_m + o_c, mask=m_out, other=0.0).to(tl.float32)
+        p_residual = residual + o_r.to(tl.int64) * stride_residual_m + first + o_c
+        b_acc += tl.load(p_residual, mask=m_out, other=0.0).to(tl.float32)
+        if GATE:
+            b_acc_u += tl.load(p_residual + features, mask=m_out, other=0.0).to(tl.float32)
+    if GATE:
+        b_acc = b_acc * tl.sigmoid(b_acc) * b_acc_u
     o_r += i_s * rows
     tl.store(out + o_r.to(tl.int64) * width + first + o_c, b_acc.to(out.dtype.element_ty), mask=m_out)
 
@@ -84,11 +87,12 @@ def _decode_linear_kernel(
     EVEN_K: tl.constexpr, SWAP: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, PREFETCH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Compute x W^T + b for BLOCK_N rows of one weight; gated, SiLU(x Wg^T + bg) (x Wu^T + bu); plus residual.
+    """Compute x W^T + b for BLOCK_N rows of one weight; gated, SiLU(x Wg^T + bg) (x Wu^T + bu).
 
-    x [M, K], w0 to w2 [N_i, K], b0 to b2 [N_i], residual [M, N] and out [PARTS, M, sum of N_i] (gated: [1, M, N]),
-    which is contiguous. Products are accumulated in fp32; bias, gate and residual are fp32 too, and the result is
-    rounded once. Of several PARTS each is the product over its share of the columns; the bias is in the first.
+    x [M, K], w0 to w2 [N_i, K], b0 to b2 [N_i], residual [M, sum of N_i], which is added before the gate, and out
+    [PARTS, M, sum of N_i] (gated: [1, M, N]), which is contiguous. Products are accumulated in fp32; bias, residual and
+    gate are fp32 too, and the result is rounded once. Of several PARTS each is the product over its share of the
+    columns; the bias is in the first.
     PREFETCH: bytes of each row of a weight to load into the L2 before anything is computed.
     """
     i_s, i_p = tl.program_id(0) % PARTS, tl.program_id(0) // PARTS

@@ -19,7 +19,7 @@ from medusa_kernels import add_rms_norm, decode_linear, quantised, reference
 from medusa_kernels._registry import interpreted, served_by
 
 Case = dict[str, Any]
-FORMS = ("one", "residual", "two", "three", "gate")
+FORMS = ("one", "residual", "two", "three", "gate", "gate and residual")
 
 
 def make(
@@ -51,7 +51,7 @@ def make(
         "weights": weights,
         "biases": None if biases is None else [random(n) if b else None for n, b in zip(features, biases, strict=True)],
         "gate": gate,
-        "residual": random(*shape, features[0]) if residual else None,
+        "residual": random(*shape, sum(features)) if residual else None,
         "scales": [(torch.rand(n) + 0.5).to(device) / 64 / size**0.5 for n in features] if int8 else None,
     }
 
@@ -62,7 +62,7 @@ def run(case: Case) -> Tensor:
 
 
 def products(case: Case) -> list[Tensor]:
-    """`x W^T + b` of every weight, as a broadcast product summed over the last axis, in the dtype of the case."""
+    """`x W^T + b` of every weight with its part of the residual, as sums over the last axis, in the case's dtype."""
     found = []
     for i, weight in enumerate(case["weights"]):
         if case["scales"] is not None:
@@ -70,15 +70,19 @@ def products(case: Case) -> list[Tensor]:
         product = (case["x"][..., None, :] * weight).sum(-1)
         bias = None if case["biases"] is None else case["biases"][i]
         found.append(product if bias is None else product + bias)
-    return found
+    return found if case["residual"] is None else with_residual(case, found)
+
+
+def with_residual(case: Case, found: list[Tensor]) -> list[Tensor]:
+    sizes = [len(weight) for weight in case["weights"]]
+    return [one + part for one, part in zip(found, case["residual"].split(sizes, -1), strict=True)]
 
 
 def exact(case: Case) -> Tensor:
     found = products(cast(case, torch.float64))
     if case["gate"]:
         return found[0] / (1 + torch.exp(-found[0])) * found[1]
-    out = torch.cat(found, -1)
-    return out if case["residual"] is None else out + case["residual"].double()
+    return torch.cat(found, -1)
 
 
 def plain(case: Case) -> Tensor:
@@ -89,18 +93,15 @@ def plain(case: Case) -> Tensor:
         weights = [(w * scale[:, None]).to(case["x"].dtype) for w, scale in zip(weights, case["scales"], strict=True)]
     given_biases = case["biases"] or [None] * len(weights)
     found = [linear(case["x"], w, b) for w, b in zip(weights, given_biases, strict=True)]
-    if case["gate"]:
-        return silu(found[0]) * found[1]
-    out = torch.cat(found, -1)
-    return out if case["residual"] is None else case["residual"] + out
+    if case["residual"] is not None:
+        found = with_residual(case, found)
+    return silu(found[0]) * found[1] if case["gate"] else torch.cat(found, -1)
 
 
 def largest(case: Case) -> float:
     """The largest sum of absolute terms of an element (gated: product of two such sums)."""
     magnitudes = products(cast(case, torch.float64, absolute=True))
     total = magnitudes[0] * magnitudes[1] if case["gate"] else torch.cat(magnitudes, -1)
-    if case["residual"] is not None:
-        total = total + case["residual"].double().abs()
     return total.max().item()
 
 
@@ -124,10 +125,11 @@ def check(case: Case) -> None:
 
 
 def make_form(form: str, rows: int, size: int, features: tuple[int, int, int], **options: Any) -> Case:
-    if form == "gate":
-        return make(rows, size, features[:1] * 2, gate=True, **options)
+    residual = form in ("residual", "two", "gate and residual")
+    if form.startswith("gate"):
+        return make(rows, size, features[:1] * 2, gate=True, residual=residual, **options)
     count = {"one": 1, "residual": 1, "two": 2, "three": 3}[form]
-    return make(rows, size, features[:count], residual=form == "residual", **options)
+    return make(rows, size, features[:count], residual=residual, **options)
 
 
 @given(data=st.data())
@@ -144,7 +146,7 @@ def test_matches_sums_of_products(device: str, data: st.DataObject) -> None:
         tuple(own[:1] * 2 if gate else own),
         biases=data.draw(biases, label="biases"),
         gate=gate,
-        residual=count == 1 and data.draw(st.booleans(), label="residual"),
+        residual=data.draw(st.booleans(), label="residual"),
         device=device,
     )
     check(case)
