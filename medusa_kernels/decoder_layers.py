@@ -253,8 +253,8 @@ def _native(
             kind = 2 * (7 * layer + projection)
             kinds[kind] = _cpu.weight_type(weight, reference.codes_of(forms[layer], projection))
             if weight.dtype == torch.uint8:
-                scale = weights[index + (2 if forms[layer] >> slot + 1 & 1 else 1)]
-                kinds[kind + 1] = quantised.group_size(weight, scale)
+                of_codes = weights[index + (2 if forms[layer] >> slot + 1 & 1 else 1)]
+                kinds[kind + 1] = quantised.group_size(weight, of_codes)
     pointers, of_each, sizes = (
         torch.tensor(numbers, dtype=torch.int64, device="cpu") for numbers in (table, kinds, windows)
     )

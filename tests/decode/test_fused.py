@@ -136,8 +136,8 @@ def test_layers_in_one_call_are_as_accurate_as_the_modules(family, dtype):
     assert errors[False] <= 0.1 * exact.abs().max().item()
 
 
-def lora(model):
-    return get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=2))
+def dora(model):
+    return get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=2, use_dora=True)).eval()
 
 
 def hooked(model):
@@ -160,7 +160,7 @@ def wrapped_weight(model):
 
 
 OBSTACLES = {
-    "lora": (lora, r"layer 0 has a peft\..*\.Linear$"),
+    "DoRA": (dora, r"layer 0 has a peft\..*\.Linear$"),
     "hook": (hooked, "layer 1 has forward hooks on its LlamaMLP"),
     "activation": (gelu, "layer 0 has the activation GELUActivation, not SiLU"),
     "wrapped weight": (wrapped_weight, "layer 0 has a weight of test_fused.Wrapped"),

@@ -59,8 +59,10 @@ def test_adapters_on_every_linear_layer_off_on_and_merged(family):
     assert expected != plain, "the adapter changes nothing: the test shows nothing"
     with MedusaModel(adapted, heads, TREE) as medusa:
         assert text(medusa) == expected
+        assert medusa.backbone.fuse, "adapters run module by module"
         with adapted.disable_adapter():
             assert text(medusa) == plain
+            assert medusa.backbone.native is not None
         adapted.merge_adapter()
         assert text(medusa) == own_text(adapted) != plain
         adapted.unmerge_adapter()
@@ -161,6 +163,7 @@ def test_qlora(tmp_path):
     with MedusaModel(adapted, heads, TREE) as medusa:
         assert medusa.backbone.dtype == torch.float32
         assert text(medusa) == expected
+        assert medusa.backbone.fuse, "adapters run module by module"
         with adapted.disable_adapter():
             without = text(medusa)
             assert without == own_text(adapted)

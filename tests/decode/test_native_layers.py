@@ -6,7 +6,6 @@ import logging
 import pytest
 import torch
 from models import FAMILIES, heads_for, padded, prompts, tiny, transformers_greedy
-from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from medusa_decoding import MedusaModel, Tree
@@ -27,10 +26,6 @@ def text(medusa):
 @pytest.fixture
 def chosen_anew(monkeypatch):
     monkeypatch.setattr(_registry, "_chosen", {})
-
-
-def lora(model):
-    return get_peft_model(model, LoraConfig(target_modules=["q_proj"], r=2, init_lora_weights=False)).eval()
 
 
 def strided_norm(model):
@@ -67,11 +62,10 @@ def test_text_is_that_of_transformers_and_every_step_is_one_call(family, monkeyp
     ("change", "why"),
     [
         (lambda model: model.half(), "the weights are torch.float16, not float32 or bfloat16"),
-        (lora, "layer 0 has a peft."),
         (narrower, "the layers differ in the sizes of their weights"),
         (strided_norm, "the final norm's weight is not contiguous"),
     ],
-    ids=["float16", "lora", "narrower layer", "strided norm"],
+    ids=["float16", "narrower layer", "strided norm"],
 )
 def test_other_models_run_module_by_module_and_the_log_says_why(change, why, caplog):
     caplog.set_level(logging.INFO, logger="medusa_decoding")

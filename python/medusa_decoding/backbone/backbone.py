@@ -113,29 +113,30 @@ class Backbone:
     def choose_layers(self, captured: bool) -> bool:
         """Choose how the layers of steps run, and log it once with the reason.
 
-        If the ops can read their modules, `fused_layers` runs them: on a CPU in one call of the C++ library, on CUDA in
-        captured steps. Otherwise, or if the model is tensor parallel, they run module by module.
+        If the ops can read their modules, `fused_layers` runs them: on a CPU in one call of the C++ library (with LoRA
+        in some calls for each layer), on CUDA in captured steps. Otherwise, or if the model is tensor parallel, they
+        run module by module.
 
         Returns:
             Whether that has changed, so that steps compiled or captured before are no longer right.
         """
         on_cpu = self.device.type == "cpu"
-        why_not: str | None = "steps that are not captured"
+        native, fuse = None, False
         if on_cpu or captured or self.peers.size > 1:
-            why_not = (
-                f"tensor parallel over {self.peers.size} processes"
-                if self.peers.size > 1
-                else (fused_layers.native_obstacle if on_cpu else fused_layers.obstacle)(self.decoder)
-            )
-            how = "one call of the C++ library" if on_cpu else "fused"
+            why_not: str | None = f"tensor parallel over {self.peers.size} processes"
+            if self.peers.size == 1:
+                why_not = fused_layers.obstacle(self.decoder)
+            fuse, how = why_not is None, "fused"
+            if fuse and on_cpu and not fused_layers.has_adapters(self.decoder):
+                why_not = fused_layers.native_obstacle(self.decoder)
+                native = fused_layers.NativeLayers(self.decoder) if why_not is None else None
+                fuse, how = False, "one call of the C++ library"
             said = f"layers: module by module ({why_not})"
             if why_not is None:
                 said = f"layers: {how} ({fused_layers.forms(self.decoder)})"
             if said != self.said:
                 self.said = said
                 logger.info("%s", said)
-        native = fused_layers.NativeLayers(self.decoder) if on_cpu and why_not is None else None
-        fuse = not on_cpu and why_not is None
         unchanged = native is self.native if native is None else native.same(self.native)
         if fuse == self.fuse and unchanged:
             return False

@@ -5,8 +5,9 @@ On a GPU a layer is eight or nine launches (`forward`). On a CPU all layers are 
 product over three weights; gate, up and SiLU(gate) * up are one; and the residual is added before the product is
 rounded. So products are rounded once, where the modules round twice: 16-bit results may differ in the last bit, float32
 results hardly at all. Where a projection is too narrow to fill the GPU, its columns are divided (`linear_parts`), and
-the kernel that follows anyway adds the parts up: the norm, or the rotary embedding. `obstacle` and `native_obstacle`
-return what prevents running this way.
+the kernel that follows anyway adds the parts up: the norm, or the rotary embedding. LoRA adapters that are not merged
+are two thin products more, the second of which is added before the first one is rounded; with them `forward` runs the
+layers on a CPU too. `obstacle` and `native_obstacle` return what prevents running this way.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3MLP
 from medusa_decoding.backbone.attention_swap import DecodeContext, TreeAttention
 from medusa_decoding.backbone.tensor_parallel import is_sharded
 from medusa_decoding.backbone.unsupported import foreign_forward
+from medusa_decoding.linears.adapters import base_of, read_adapters
 from medusa_decoding.linears.reading import is_hooked, read
 from medusa_kernels import (
     LayerWeights,
@@ -74,7 +76,7 @@ def obstacle(decoder: Any) -> str | None:
                 return f"layer {index} has a {type(norm).__module__}.{type(norm).__name__}"
             if norm.weight.dtype != dtype or not norm.weight.is_contiguous():
                 return f"layer {index} has a norm of another dtype or layout than the final one"
-        found = [read(module) for module in linears]
+        found = [read(base_of(module)) for module in linears]
         for one in found:
             if isinstance(one, str):
                 return f"layer {index} has {one}"
@@ -85,7 +87,7 @@ def obstacle(decoder: Any) -> str | None:
             if len({one.form for one in group if not isinstance(one, str)}) > 1:
                 return f"layer {index} has projections side by side that are quantised differently"
         classes.update(map(type, (*norms, layer, mlp, mlp.act_fn)))
-        classes.update({nn.Linear}.intersection(map(type, linears)))
+        classes.update({nn.Linear}.intersection(map(type, map(base_of, linears))))
     for cls in classes:
         other = foreign_forward(cls)
         if other is not None:
@@ -98,6 +100,8 @@ def native_obstacle(decoder: Any) -> str | None:
     found = obstacle(decoder)
     if found is not None:
         return found
+    if has_adapters(decoder):
+        return "LoRA adapters that are not merged"
     served = served_by("decoder_layers", "cpu")
     if served.name != "cpp":
         return served.reason
@@ -114,6 +118,12 @@ def native_obstacle(decoder: Any) -> str | None:
     return "the layers differ in the sizes of their weights" if len(sizes) > 1 else None
 
 
+def has_adapters(decoder: Any) -> bool:
+    """Return whether a decoder that has no `obstacle` has active adapters that are not merged."""
+    dtype = decoder.norm.weight.dtype
+    return any(read_adapters([linear], dtype) for layer in decoder.layers for linear in _linears(layer))
+
+
 def forward(decoder: Any, hidden: torch.Tensor, context: DecodeContext) -> torch.Tensor:
     """Run embedded tokens [B, N, H] through all layers and the final norm, and append to the cache.
 
@@ -126,18 +136,18 @@ def forward(decoder: Any, hidden: torch.Tensor, context: DecodeContext) -> torch
         attention, mlp = layer.self_attn, layer.mlp
         attended = _attended(attention, normed, context)
         hidden, normed = _added(hidden, attended, attention.o_proj, layer.post_attention_layernorm)
-        gated = _linear(normed, [_projection(mlp.gate_proj), _projection(mlp.up_proj)], gate=True)
+        gated = _linear(normed, [mlp.gate_proj, mlp.up_proj], gate=True)
         hidden, normed = _added(hidden, gated, mlp.down_proj, next_norm)
     return normed
 
 
 def _attended(attention: Any, x: torch.Tensor, context: DecodeContext) -> torch.Tensor:
     """Return the attention's output before its last projection, from normed hidden states: both [B, N, .]."""
-    modules = [_projection(module) for module in (attention.q_proj, attention.k_proj, attention.v_proj)]
+    modules = [attention.q_proj, attention.k_proj, attention.v_proj]
     has_norms = hasattr(attention, "q_norm")
     same_eps = has_norms and attention.q_norm.variance_epsilon == attention.k_norm.variance_epsilon
     fold = NORMS_IN_ROPE and same_eps
-    parts = 1 if has_norms and not fold else linear_parts(x, sum(module.weight.shape[0] for module in modules))
+    parts = 1 if has_norms and not fold else _parts(x, modules)
     qkv = _linear(x, modules, parts=parts)
     q, k, v = attention.split(qkv)
     if has_norms and not fold:
@@ -150,11 +160,10 @@ def _attended(attention: Any, x: torch.Tensor, context: DecodeContext) -> torch.
 
 def _added(hidden: torch.Tensor, x: torch.Tensor, linear: Any, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return hidden plus a projection of x, and its norm."""
-    given = _projection(linear)
-    parts = linear_parts(x, len(given.weight))
+    parts = _parts(x, [linear])
     if parts > 1:
-        return _normed(hidden, _linear(x, [given], parts=parts), norm)
-    return _normed(_linear(x, [given], residual=hidden), None, norm)
+        return _normed(hidden, _linear(x, [linear], parts=parts), norm)
+    return _normed(_linear(x, [linear], residual=hidden), None, norm)
 
 
 def _normed(hidden: torch.Tensor, delta: torch.Tensor | None, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -163,18 +172,28 @@ def _normed(hidden: torch.Tensor, delta: torch.Tensor | None, norm: Any) -> tupl
 
 def _linear(
     x: torch.Tensor,
-    given: list[Projection],
+    modules: list[nn.Module],
     *,
     gate: bool = False,
     residual: torch.Tensor | None = None,
     parts: int = 1,
 ) -> torch.Tensor:
-    weights, biases, scales, zeros, codes = zip(*given, strict=True)
+    weights, biases, scales, zeros, codes = zip(*map(_projection, modules), strict=True)
+    adapters = read_adapters(modules, x.dtype)
+    if adapters is not None:
+        residual = decode_linear(decode_linear(x, [adapters.down]), [adapters.up], residual=residual)
     return decode_linear(
         x, weights, None if all(bias is None for bias in biases) else biases,
         gate=gate, residual=residual, parts=parts, codes=codes[0],
         scales=None if scales[0] is None else scales, zeros=None if zeros[0] is None else zeros,
     )  # fmt: skip
+
+
+def _parts(x: torch.Tensor, modules: list[Any]) -> int:
+    """Return into how many parts the columns are divided; what adapters add goes with whole products."""
+    if read_adapters(modules, x.dtype) is not None:
+        return 1
+    return linear_parts(x, sum(len(_projection(module).weight) for module in modules))
 
 
 class NativeLayers:
@@ -211,11 +230,12 @@ def forms(decoder: Any) -> str:
     """Describe how the weights of a decoder that has no `obstacle` are stored."""
     found = {one.form for layer in decoder.layers for one in map(_projection, _linears(layer))}
     names = {str(codes if dtype == torch.uint8 else dtype).removeprefix("torch.") for dtype, _, _, codes in found}
-    return "plain modules" if names == {"None"} else f"weights in {', '.join(sorted(names - {'None'}))}"
+    stored = "plain modules" if names == {"None"} else f"weights in {', '.join(sorted(names - {'None'}))}"
+    return f"{stored}, LoRA" if has_adapters(decoder) else stored
 
 
 def _projection(linear: Any) -> Projection:
-    found = read(linear)
+    found = read(base_of(linear))
     if isinstance(found, str):
         raise ValueError(f"linear: expected a module that the ops can read, got {found}")
     return found

@@ -66,7 +66,7 @@ _made: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[object, ...], Projection
 def _once(linear: Any, sources: tuple[Tensor | None, ...], make: Callable[[], Projection | str]) -> Projection | str:
     """Return what `make` returns, made again only if one of the tensors that it reads was replaced or written to."""
     sources = (*sources, linear.bias)
-    key = tuple(None if one is None else (one.data_ptr(), one.shape, one.device, _version(one)) for one in sources)
+    key = tuple(None if one is None else (one.data_ptr(), one.shape, one.device, version(one)) for one in sources)
     known = _made.get(linear)
     if known is not None and known[0] == key:
         return known[1]
@@ -76,7 +76,8 @@ def _once(linear: Any, sources: tuple[Tensor | None, ...], make: Callable[[], Pr
     return found
 
 
-def _version(tensor: Tensor) -> int:
+def version(tensor: Tensor) -> int:
+    """Return a number that grows with every write to a tensor."""
     return 0 if tensor.is_inference() else tensor._version
 
 
