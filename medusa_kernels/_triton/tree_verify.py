@@ -246,12 +246,11 @@ def likeliest(
     a_row = len(states) if scale is None else max(states.shape)
     parts = -(-a_row * len(weight) // MOST_LOGITS)
     stored = ([None] * parts if tensor is None else tensor.chunk(parts) for tensor in (weight, scale, zero))
-    best = tokens = None
-    first = 0
-    for part in zip(*stored, strict=False):
-        high, index = linear(states, dequantised(*part, codes).to(states.dtype)).max(-1)
-        tokens = index if tokens is None else torch.where(high > best, index + first, tokens)
-        best, first = high if best is None else torch.maximum(high, best), first + len(part[0])
+    first, best, tokens = 0, states.new_empty(0), states.new_empty(0)
+    for part, of_scale, of_zero in zip(*stored, strict=False):
+        high, index = linear(states, dequantised(part, of_scale, of_zero, codes).to(states.dtype)).max(-1)
+        tokens = torch.where(high > best, index + first, tokens) if first else index
+        best, first = torch.maximum(high, best) if first else high, first + len(part)
     return tokens.view(hidden.shape[:2])
 
 
