@@ -63,11 +63,6 @@ def weight_type(weight: Tensor, codes: str = "int4") -> int:
     return CODE_TYPES[codes] if weight.dtype == torch.uint8 else TYPES[weight.dtype]
 
 
-def reads(weight: Tensor) -> bool:
-    """Return whether the C++ library has a form for a weight of this dtype."""
-    return weight.dtype in (*ACTIVATIONS, torch.int8)
-
-
 def native_or(op: str, function: Callable[..., Any], otherwise: Chooser, rest: str = "") -> Chooser:
     """Return a chooser of an op's C++ form on a CPU.
 

@@ -154,7 +154,7 @@ def _native(x, weights, biases=None, *, gate=False, residual=None, scales=None, 
     """Run the op by the C++ library, on a CPU."""
     rows = x.numel() // max(1, x.shape[-1])
     few = 0 < rows <= MOST_ROWS_CPU and x.dtype in _cpu.ACTIVATIONS and x.shape[-1] > 0
-    if not few or parts > 1 or not all(map(_cpu.reads, weights)):
+    if not few or parts > 1:
         return with_linear(
             x, weights, biases, gate=gate, residual=residual, scales=scales, parts=parts, zeros=zeros, codes=codes
         )

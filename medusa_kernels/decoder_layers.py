@@ -231,7 +231,7 @@ def _native(
     batch, nodes, width = hidden.shape
     _, _, sequences, kv_heads, rows, _ = kv.shape
     head_dim = cos.shape[-1]
-    few = 0 < batch * nodes <= MOST_ROWS_CPU and all(_cpu.reads(weight) for weight in weights)
+    few = 0 < batch * nodes <= MOST_ROWS_CPU
     if not few or not forms or hidden.dtype not in _cpu.ACTIVATIONS or head_dim % 2 or head_dim > MOST_HEAD_DIM:
         return _composed(
             hidden, weights, forms, kv, cos, sin, cache_lens, depths, ancestors, windows=windows, eps=eps, scale=scale,

@@ -192,7 +192,7 @@ def _native(
     shared, dense = w2.dim() == 2, w1.stride(-1) == 1 and w2.stride(-1) == 1 and w2.stride(0) != 0
     dense &= w_root is None or w_root.stride(-1) == 1
     few = 0 < batch <= MOST_ROWS_CPU
-    if not dense or not few or hidden.dtype not in _cpu.ACTIVATIONS or not _cpu.reads(w2):
+    if not dense or not few or hidden.dtype not in _cpu.ACTIVATIONS:
         return _matmul(
             hidden, w1, b1, w2, k,
             w2_scale=w2_scale, token_map=token_map, gather=gather, root=root, w_root=w_root, temperature=temperature,
@@ -237,7 +237,7 @@ register(
         "heads_topk",
         _native,
         _or_matmul,
-        f"PyTorch for more than {MOST_ROWS_CPU} rows, float16 and float8",
+        f"PyTorch for more than {MOST_ROWS_CPU} rows and float16",
     ),
     cuda=_or_matmul,
 )

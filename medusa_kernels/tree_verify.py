@@ -159,7 +159,7 @@ def _native(
     batch, nodes, size = hidden.shape
     rows = batch * nodes
     fits = 0 < rows <= MOST_ROWS_CPU and hidden.dtype in _cpu.ACTIVATIONS and weight.stride(1) == 1
-    if want_stats or not fits or not _cpu.reads(weight):
+    if want_stats or not fits:
         return _linear(
             hidden, weight, candidates, parents, temperature=temperature,
             noise=noise, noise_rows=noise_rows, want_stats=want_stats, weight_scale=weight_scale,

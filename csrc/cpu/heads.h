@@ -96,17 +96,20 @@ Result heads(const Heads& a) {
     using W = decltype(kind);
     const int64_t vectors = prepared_vectors<W>(a.width), pieces = blocks(a.vocabulary, kChunk);
     auto* x = static_cast<typename W::X*>(scratch(kPrepared, tokens * vectors * kBytes));
-    prepare<W, A>(states, tokens, a.width, x);
+    prepare<W, A>(states, tokens, a.width, x, a.w2_type);
     in_parallel(a.threads, projections * pieces, [&](int64_t i) {
       const int64_t own = i / pieces, first = i % pieces * kChunk, rows = least(kChunk, a.vocabulary - first);
       const int64_t* map = a.gather ? a.token_map : nullptr;
       float* out = logits + own * each * a.vocabulary + first;
+      const float* scale = a.w2_scale == nullptr ? nullptr : a.w2_scale + own * a.scale_stride;
+      const uint8_t* zero = a.w2_zero == nullptr ? nullptr : a.w2_zero + own * a.scale_stride;
+      const Codes codes = codes_of({nullptr, scale, zero, nullptr, 0, 0, a.w2_type, a.w2_group}, a.width);
       product<W>(static_cast<const char*>(a.w2) + own * a.w2_stride, a.w2_row_stride, map, first, rows,
-                 x + own * each * vectors, each, a.width, out, a.vocabulary);
+                 x + own * each * vectors, each, a.width, out, a.vocabulary, codes);
       for (int64_t token = 0; token < each; ++token) {
         float* x = out + token * a.vocabulary;
-        for (int64_t row = 0; a.w2_scale != nullptr && row < rows; ++row) {
-          x[row] *= a.w2_scale[own * a.scale_stride + (map ? map[first + row] : first + row)];
+        for (int64_t row = 0; a.w2_type < kInt4 && scale != nullptr && row < rows; ++row) {
+          x[row] *= scale[map ? map[first + row] : first + row];
         }
         for (int64_t row = 0; temperature != 1 && row < rows; ++row) x[row] /= temperature;
         if (a.noise == nullptr) continue;
@@ -115,7 +118,7 @@ Result heads(const Heads& a) {
         for (int64_t row = 0; row < rows; ++row) x[row] += noise[a.token_map ? a.token_map[first + row] : first + row];
       }
     });
-  });
+  }, a.w2_group);
   if (!known) return kUnsupported;
   in_parallel(a.threads, tokens, [&](int64_t i) {
     const int64_t place = (i % a.batch * a.heads + i / a.batch) * a.k;
@@ -148,7 +151,7 @@ Result argmax(const Argmax& a) {
     auto* x = static_cast<typename W::X*>(scratch(kPrepared, a.tokens * vectors * kBytes));
     auto* values = static_cast<float*>(scratch(kBetween, 2 * pieces * a.tokens * int64_t(sizeof(float))));
     auto* places = reinterpret_cast<int32_t*>(values + pieces * a.tokens);
-    prepare<W, A>(static_cast<const typename A::T*>(a.x), a.tokens, a.columns, x);
+    prepare<W, A>(static_cast<const typename A::T*>(a.x), a.tokens, a.columns, x, a.weight.type);
     in_parallel(a.threads, pieces, [&](int64_t i) {
       const int64_t end = least(a.weight.rows, (i + 1) * piece);
       alignas(kBytes) float sums[kTokens * kChunk];
@@ -200,6 +203,6 @@ Result argmax(const Argmax& a) {
       }
       a.next[token] = places[found * a.tokens + token];
     }
-  });
+  }, a.weight.group);
   return known ? kDone : kUnsupported;
 }

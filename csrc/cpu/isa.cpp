@@ -1,6 +1,7 @@
 // The CPU ops for one instruction set, MEDUSA_ISA: setup.py compiles this file once for each, with its flags.
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #if defined(__AVX2__)
 #include <immintrin.h>
@@ -19,6 +20,7 @@ namespace MEDUSA_ISA {
 namespace {
 
 #include "vectors.h"
+#include "weights.h"
 #include "linear.h"
 #include "layers.h"
 #include "heads.h"

@@ -16,88 +16,43 @@ inline int64_t row_bytes(int64_t type, int64_t columns) {
   return type == kFloat32 ? 4 * columns : type == kBFloat16 ? 2 * columns : type >= kInt4 ? columns / 2 : columns;
 }
 
-// Weights of one type. `kParts` vectors of tokens meet one step of `kStep` columns; tokens are `prepared` in that order.
-struct Float32Weight {
-  using T = float;
-  using X = F;
-  static constexpr int kParts = 1, kStep = kLanes;
-  static MEDUSA_INLINE void multiply(F& sum, F x, F w) { sum = w * x + sum; }
-  static MEDUSA_INLINE F part(const void* w, int) { return load<F>(w); }
-};
-
-// Two bfloat16 in each lane: first the even columns, whose bits are moved up, then the odd ones, where they are.
-struct BFloat16Weight {
-  using T = uint16_t;
-  using X = F;
-  static constexpr int kParts = 2, kStep = 2 * kLanes;
-  static MEDUSA_INLINE void multiply(F& sum, F x, F w) { sum = w * x + sum; }
-  static MEDUSA_INLINE F part(const void* w, int part) {
-    const U both = load<U>(w);
-    return reinterpret_cast<F>(part == 0 ? both << 16 : both & 0xffff0000u);
-  }
-};
-
-struct Int8Weight {
-  using T = int8_t;
-  using X = F;
-  static constexpr int kParts = 1, kStep = kLanes;
-  static MEDUSA_INLINE void multiply(F& sum, F x, F w) { sum = w * x + sum; }
-  static MEDUSA_INLINE F part(const void* w, int) {
-// GCC's own widening of bytes is a detour through memory.
-#if defined(__AVX512F__)
-    const I wide = I(_mm512_maskz_cvtepi8_epi32(0xffff, load<__m128i>(w)));
-#elif defined(__AVX2__)
-    const I wide = I(_mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(w))));
-#else
-    const I wide = __builtin_convertvector(load<Quarters>(w), I);
-#endif
-    return __builtin_convertvector(wide, F);
-  }
-};
-
-#if defined(__AVX512BF16__)
-// The processor's own product of bfloat16 pairs: twice as fast as floats on AMD's, half as fast on Intel's.
-struct BFloat16PairWeight {
-  using T = uint16_t;
-  using X = __m512bh;
-  static constexpr int kParts = 1, kStep = 2 * kLanes;
-  static MEDUSA_INLINE void multiply(F& sum, X x, X w) { sum = F(_mm512_dpbf16_ps(__m512(sum), w, x)); }
-  static MEDUSA_INLINE X part(const void* w, int) { return load<X>(w); }
-};
-#endif
-
-template <class W>
-constexpr int64_t kStepBytes = W::kStep * sizeof(typename W::T);
-
 // Vectors of one prepared token.
 template <class W>
 MEDUSA_INLINE int64_t prepared_vectors(int64_t columns) {
   return blocks(columns, W::kStep) * W::kParts;
 }
 
-// Puts tokens [tokens, columns] into the order in which the weight's columns are multiplied, padded with zeros.
+// Puts tokens [tokens, columns] into the order in which the columns of a weight of `type` are multiplied, padded with
+// zeros.
 template <class W, class A>
-inline void prepare(const typename A::T* from, int64_t tokens, int64_t columns, typename W::X* to) {
+inline void prepare(const typename A::T* from, int64_t tokens, int64_t columns, typename W::X* to,
+                    int64_t type = A::kType) {
+  const int64_t even = type == kNf4 || type == kFp4 ? 1 : 0;  // where the even columns are: see quantised.py
   const int64_t steps = blocks(columns, W::kStep);
   for (int64_t token = 0; token < tokens; ++token) {
     for (int64_t step = 0; step < steps; ++step) {
       const typename A::T* first = from + token * columns + step * W::kStep;
       const int64_t left = columns - step * W::kStep;
-      if constexpr (sizeof(typename W::T) == 2) {
+      if constexpr (W::kParts == 2 && sizeof(to[0][0]) == 4) {
+        using InOrder = typename EveryLane<kLanes>::type;
         const F a = get<A>(first, left), b = left > kLanes ? get<A>(first + kLanes, left - kLanes) : F{};
+        to[even] = shuffled<Alternate<0>>(a, b, InOrder{});
+        to[1 - even] = shuffled<Alternate<1>>(a, b, InOrder{});
+      } else if constexpr (W::kStep > kLanes) {
+        alignas(kBytes) typename A::T pairs[2][2 * kLanes] = {};
+        __builtin_memcpy(pairs, first, static_cast<size_t>(least(left, W::kStep)) * sizeof(*first));
         if constexpr (W::kParts == 2) {
-          using InOrder = typename EveryLane<kLanes>::type;
-          *to++ = shuffled<Alternate<0>>(a, b, InOrder{});
-          *to++ = shuffled<Alternate<1>>(a, b, InOrder{});
-        } else {
-          uint16_t pairs[2 * kLanes];
-          BFloat16::put(pairs, a);
-          BFloat16::put(pairs + kLanes, b);
-          *to++ = load<typename W::X>(pairs);
+          const U a = load<U>(pairs[0]), b = load<U>(pairs[1]);
+          for (int odd = 0; odd < 2; ++odd) {
+            store(pairs[odd == 0 ? even : 1 - even], __builtin_convertvector(a >> (16 * odd), Halves));
+            store(pairs[odd == 0 ? even : 1 - even] + kLanes, __builtin_convertvector(b >> (16 * odd), Halves));
+          }
         }
+        for (int part = 0; part < W::kParts; ++part) to[part] = load<typename W::X>(pairs[part]);
       } else {
-        *to++ = get<A>(first, left);
+        *to = get<A>(first, left);
       }
+      to += W::kParts;
     }
   }
 }
@@ -116,67 +71,98 @@ MEDUSA_INLINE void finish(const F* acc, float* out, int64_t stride) {
   if constexpr (kTokens > kNow) finish<kRows, kTokens - kNow>(acc + kNow * kRows, out + kNow * stride, stride);
 }
 
-// kRows rows of a weight times kTokens tokens: out[token * stride + row]. Each row's memory `ahead` bytes further on is
-// prefetched.
+// Calls run(rows, tables, step) for each step of columns of kRows rows, whose memory `ahead` bytes further on is
+// prefetched. The last step is padded with zeros.
+template <class W, int kRows, class Run>
+MEDUSA_INLINE void each_step(const Row* w, const Codes& codes, int64_t ahead, int64_t columns, const Run& run) {
+  const int64_t steps = columns / W::kStep, rest = columns - steps * W::kStep;
+  const char* rows[kRows];
+  typename W::Table tables[kRows];
+  MEDUSA_UNROLL
+  for (int r = 0; r < kRows; ++r) rows[r] = w[r].data;
+  for (int64_t step = 0, piece = 0; step < steps; ++piece) {
+    MEDUSA_UNROLL
+    for (int r = 0; r < kRows; ++r) tables[r] = W::table(w[r], codes, piece);
+    for (const int64_t end = least(steps, step + W::same_table(codes, steps)); step < end; ++step) {
+      run(rows, tables, step);
+      MEDUSA_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        rows[r] += W::kStepBytes;
+        __builtin_prefetch(rows[r] + ahead, 0, 2);
+      }
+    }
+  }
+  if (rest > 0) {
+    alignas(kBytes) char last[kRows][W::kStepBytes] = {};
+    const char* padded[kRows];
+    for (int r = 0; r < kRows; ++r) {
+      __builtin_memcpy(last[r], rows[r], static_cast<size_t>(rest * W::kStepBytes / W::kStep));
+      padded[r] = last[r];
+      tables[r] = W::table(w[r], codes, steps);
+    }
+    run(padded, tables, steps);
+  }
+}
+
+// kRows rows of a weight times kTokens tokens: out[token * stride + row].
 template <class W, int kRows, int kTokens>
-inline void tile(const char* const* w, int64_t ahead, const typename W::X* x, int64_t columns, float* out,
+inline void tile(const Row* w, const Codes& codes, int64_t ahead, const typename W::X* x, int64_t columns, float* out,
                  int64_t stride) {
-  const int64_t vectors = prepared_vectors<W>(columns), steps = columns / W::kStep;
+  const int64_t vectors = prepared_vectors<W>(columns);
   F acc[kRows * kTokens] = {};
-  const auto multiply = [&](const char* const* rows, const typename W::X* at) {
+  each_step<W, kRows>(w, codes, ahead, columns, [&](const char* const* rows, const auto* tables, int64_t step) MEDUSA_INLINED {
     MEDUSA_UNROLL
     for (int part = 0; part < W::kParts; ++part) {
       typename W::X parts[kRows];
       MEDUSA_UNROLL
-      for (int r = 0; r < kRows; ++r) parts[r] = W::part(rows[r], part);
+      for (int r = 0; r < kRows; ++r) parts[r] = W::part(rows[r], part, tables[r]);
       MEDUSA_UNROLL
       for (int t = 0; t < kTokens; ++t) {
         MEDUSA_UNROLL
-        for (int r = 0; r < kRows; ++r) W::multiply(acc[t * kRows + r], at[t * vectors + part], parts[r]);
+        for (int r = 0; r < kRows; ++r) {
+          multiply(acc[t * kRows + r], x[t * vectors + step * W::kParts + part], parts[r]);
+        }
       }
     }
-  };
-  const char* rows[kRows];
-  MEDUSA_UNROLL
-  for (int r = 0; r < kRows; ++r) rows[r] = w[r];
-  for (int64_t step = 0; step < steps; ++step) {
-    multiply(rows, x + step * W::kParts);
-    MEDUSA_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      rows[r] += kStepBytes<W>;
-      __builtin_prefetch(rows[r] + ahead, 0, 2);
-    }
-  }
-  const int64_t rest = columns - steps * W::kStep;
-  if (rest > 0) {
-    alignas(kBytes) char last[kRows][kStepBytes<W>] = {};
-    const char* padded[kRows];
-    for (int r = 0; r < kRows; ++r) {
-      __builtin_memcpy(last[r], rows[r], static_cast<size_t>(rest) * sizeof(typename W::T));
-      padded[r] = last[r];
-    }
-    multiply(padded, x + steps * W::kParts);
-  }
+  });
   finish<kRows, kTokens>(acc, out, stride);
 }
 
 // Those rows times `tokens` tokens, kTokens at most.
 template <class W, int kRows, int kTokens>
-inline void pass(const char* const* w, int64_t ahead, const typename W::X* x, int64_t tokens, int64_t columns,
-                 float* out, int64_t stride) {
-  if (tokens == kTokens) return tile<W, kRows, kTokens>(w, ahead, x, columns, out, stride);
-  if constexpr (kTokens > 1) pass<W, kRows, kTokens - 1>(w, ahead, x, tokens, columns, out, stride);
+inline void pass(const Row* w, const Codes& codes, int64_t ahead, const typename W::X* x, int64_t tokens,
+                 int64_t columns, float* out, int64_t stride) {
+  if (tokens == kTokens) return tile<W, kRows, kTokens>(w, codes, ahead, x, columns, out, stride);
+  if constexpr (kTokens > 1) pass<W, kRows, kTokens - 1>(w, codes, ahead, x, tokens, columns, out, stride);
 }
 
 // Those rows times any number of tokens, in passes of equal size: the rows stay in the nearest cache, and the first pass
-// prefetches the rows that come next.
+// prefetches the rows that come next. For several passes rows are widened once; the same numbers are added in the same
+// order.
 template <class W, int kRows>
-inline void passes(const char* const* w, int64_t ahead, const typename W::X* x, int64_t tokens, int64_t columns,
-                   float* out, int64_t stride) {
+inline void passes(const Row* w, const Codes& codes, int64_t ahead, const typename W::X* x, int64_t tokens,
+                   int64_t columns, float* out, int64_t stride) {
+  using Wide = typename W::Wide;
   const int64_t vectors = prepared_vectors<W>(columns);
+  if constexpr (!std::is_same_v<W, Wide>) {
+    if (tokens > kTileTokens) {
+      char* widened = static_cast<char*>(scratch(kWidened, kRows * vectors * kBytes));
+      each_step<W, kRows>(w, codes, ahead, columns, [&](const char* const* rows, const auto* tables, int64_t step) MEDUSA_INLINED {
+        MEDUSA_UNROLL
+        for (int r = 0; r < kRows; ++r) {
+          char* to = widened + (r * vectors + step * W::kParts) * kBytes;
+          MEDUSA_UNROLL
+          for (int part = 0; part < W::kParts; ++part) store(to + part * kBytes, W::part(rows[r], part, tables[r]));
+        }
+      });
+      Row wide[kRows];
+      for (int r = 0; r < kRows; ++r) wide[r].data = widened + r * vectors * kBytes;
+      return passes<Wide, kRows>(wide, codes, 0, x, tokens, vectors * Wide::kStep, out, stride);
+    }
+  }
   for (int64_t left = blocks(tokens, kTileTokens); left > 0; --left) {
     const int64_t now = blocks(tokens, left);
-    pass<W, kRows, kTileTokens>(w, ahead, x, now, columns, out, stride);
+    pass<W, kRows, kTileTokens>(w, codes, ahead, x, now, columns, out, stride);
     ahead = 0;
     x += now * vectors;
     out += now * stride;
@@ -187,52 +173,42 @@ inline void passes(const char* const* w, int64_t ahead, const typename W::X* x, 
 // `rows` rows of a weight times prepared tokens: out[token * stride + row]. With a map, row i of them is row map[i].
 template <class W>
 inline void product(const void* weight, int64_t w_stride, const int64_t* map, int64_t first, int64_t rows,
-                    const typename W::X* x, int64_t tokens, int64_t columns, float* out, int64_t stride) {
+                    const typename W::X* x, int64_t tokens, int64_t columns, float* out, int64_t stride,
+                    const Codes& codes = {}) {
   const auto at = [&](int64_t row) {
-    return static_cast<const char*>(weight) + (map == nullptr ? first + row : map[first + row]) * w_stride;
+    const int64_t own = map == nullptr ? first + row : map[first + row];
+    return Row{static_cast<const char*>(weight) + own * w_stride, codes.scale + own * codes.groups,
+               codes.zero == nullptr ? nullptr : codes.zero + own * codes.groups};
   };
   int64_t row = 0;
   for (; row + kTileRows <= rows; row += kTileRows) {
-    const char* w[kTileRows];
+    Row w[kTileRows];
     for (int r = 0; r < kTileRows; ++r) w[r] = at(row + r);
-    passes<W, kTileRows>(w, kTileRows * w_stride, x, tokens, columns, out + row, stride);
+    passes<W, kTileRows>(w, codes, kTileRows * w_stride, x, tokens, columns, out + row, stride);
   }
   for (; row < rows; ++row) {
-    const char* w[1] = {at(row)};
-    passes<W, 1>(w, w_stride, x, tokens, columns, out + row, stride);
+    const Row w = at(row);
+    passes<W, 1>(&w, codes, w_stride, x, tokens, columns, out + row, stride);
   }
 }
 
 constexpr int64_t kChunk = 64;   // rows of a weight in one piece of work
 constexpr int64_t kTokens = 64;  // tokens whose sums are held at once
 
-// Calls run(W{}) for the weights of a type beside activations A; false if there are none.
-template <class A, class Run>
-MEDUSA_INLINE bool with_weight(int64_t type, Run run) {
-  if (type == kInt8) {
-    run(Int8Weight{});
-  } else if (type != A::kType) {
-    return false;
-  } else if constexpr (A::kType == kFloat32) {
-    run(Float32Weight{});
-  } else {
-#if defined(__AVX512BF16__)
-    run(BFloat16PairWeight{});
-#else
-    run(BFloat16Weight{});
-#endif
-  }
-  return true;
+// The codes of a weight of 4 bits; of others nothing is read.
+MEDUSA_INLINE Codes codes_of(const Matrix& w, int64_t columns) {
+  return w.type < kInt4 ? Codes{} : Codes{w.type, w.scale, w.zero, w.group, columns / w.group};
 }
 
 // The sums of some rows of a weight, with scale and bias: sums[token * kChunk + row].
 template <class A, class W>
 inline void affine(const Matrix& w, int64_t first, int64_t rows, const typename W::X* x, int64_t tokens,
                    int64_t columns, float* sums) {
-  product<W>(w.data, w.stride, nullptr, first, rows, x, tokens, columns, sums, kChunk);
-  if (w.scale == nullptr && w.bias == nullptr) return;
+  product<W>(w.data, w.stride, nullptr, first, rows, x, tokens, columns, sums, kChunk, codes_of(w, columns));
+  const float* scales = w.type >= kInt4 ? nullptr : w.scale;
+  if (scales == nullptr && w.bias == nullptr) return;
   for (int64_t row = 0; row < rows; row += kLanes) {
-    const F scale = w.scale == nullptr ? all(1.0f) : get<Float32>(w.scale + first + row, rows - row);
+    const F scale = scales == nullptr ? all(1.0f) : get<Float32>(scales + first + row, rows - row);
     const F bias =
         w.bias == nullptr ? F{} : get<A>(static_cast<const typename A::T*>(w.bias) + first + row, rows - row);
     for (int64_t token = 0; token < tokens; ++token) {
@@ -248,7 +224,7 @@ Result linear(const Linear& a) {
   using T = typename A::T;
   int64_t width = 0, chunks = 0;
   for (int64_t i = 0; i < a.count; ++i) {
-    if (a.weights[i].type != a.weights[0].type) return kUnsupported;
+    if (a.weights[i].type != a.weights[0].type || a.weights[i].group != a.weights[0].group) return kUnsupported;
     if (i == 0 || !a.gate) width += a.weights[i].rows;
     if (i == 0 || !a.gate) chunks += blocks(a.weights[i].rows, kChunk);
   }
@@ -256,7 +232,7 @@ Result linear(const Linear& a) {
     using W = decltype(kind);
     const int64_t vectors = prepared_vectors<W>(a.columns);
     auto* x = static_cast<typename W::X*>(scratch(kPrepared, a.tokens * vectors * kBytes));
-    prepare<W, A>(static_cast<const T*>(a.x), a.tokens, a.columns, x);
+    prepare<W, A>(static_cast<const T*>(a.x), a.tokens, a.columns, x, a.weights[0].type);
     in_parallel(a.threads, chunks, [&](int64_t chunk) {
       int64_t i = 0, column = 0;
       while (chunk >= blocks(a.weights[i].rows, kChunk)) {
@@ -286,5 +262,5 @@ Result linear(const Linear& a) {
       }
     });
   };
-  return with_weight<A>(a.weights[0].type, run) ? kDone : kUnsupported;
+  return with_weight<A>(a.weights[0].type, run, a.weights[0].group) ? kDone : kUnsupported;
 }

@@ -134,7 +134,7 @@ void run_tasks(int64_t threads, int64_t tasks, void (*task)(const void*, int64_t
 }
 
 void* scratch(Memory memory, int64_t bytes) {
-  thread_local Block blocks[2];
+  thread_local Block blocks[3];
   Block& block = blocks[memory];
   if (bytes > block.size) {
     std::free(block.data);

@@ -5,7 +5,7 @@
 
 namespace medusa {
 
-enum Memory { kPrepared = 0, kBetween = 1 };
+enum Memory { kPrepared = 0, kBetween = 1, kWidened = 2 };
 
 // At least `bytes` of memory, aligned to 64, that this thread keeps until it asks for the same memory again.
 void* scratch(Memory memory, int64_t bytes);

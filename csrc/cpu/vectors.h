@@ -17,6 +17,7 @@ typedef uint16_t Halves __attribute__((vector_size(kBytes / 2)));
 typedef int8_t Quarters __attribute__((vector_size(kBytes / 4)));
 
 #define MEDUSA_INLINE inline __attribute__((always_inline))
+#define MEDUSA_INLINED __attribute__((always_inline))  // after the parameters of a lambda
 #if defined(__clang__)
 #define MEDUSA_UNROLL _Pragma("unroll")
 #else

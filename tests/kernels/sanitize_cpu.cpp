@@ -37,7 +37,10 @@ namespace {
 
 using medusa::kBFloat16;
 using medusa::kFloat32;
+using medusa::kFloat8;
+using medusa::kInt4;
 using medusa::kInt8;
+using medusa::kNf4;
 
 std::mt19937 generator;
 std::string where, what;  // the case that runs, for messages
@@ -55,6 +58,24 @@ void fail(const std::string& message) {
 void say_case() { std::fprintf(stderr, "this was %s: %s\n", where.c_str(), what.c_str()); }
 
 int64_t size_of(int64_t type) { return type == kFloat32 ? 4 : type == kBFloat16 ? 2 : 1; }
+
+// A weight's type beside activations of a type.
+int64_t weight_type(int64_t activations) { return maybe() ? activations : any(kInt8, medusa::kFp4); }
+
+// What 4-bit codes and the bits of an e4m3 stand for, before zero points and scales.
+double number_of(int64_t bits, int64_t type) {
+  static const double fp4[] = {0, 0.0625, 8, 12, 4, 6, 2, 3};
+  static const double nf4[] = {-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+                               -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+                               0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+                               0.7229568362236023, 1.0};
+  if (type == kInt4) return static_cast<double>(bits);
+  if (type == kNf4) return nf4[bits];
+  if (type != kFloat8) return (bits < 8 ? 1 : -1) * fp4[bits % 8] / 12;
+  const int exponent = static_cast<int>(bits >> 3 & 15);
+  const double fraction = static_cast<double>(bits & 7) / 8;
+  return (bits < 128 ? 1 : -1) * (exponent == 0 ? std::ldexp(fraction, -6) : std::ldexp(1 + fraction, exponent - 7));
+}
 
 double rounded(double value, int64_t type) {
   if (type == kInt8) return std::nearbyint(value);
@@ -107,7 +128,7 @@ class Array {
         columns_(columns),
         stride_(stride > 0 ? stride : columns),
         wide_(rows * columns),
-        memory_(rows == 0 ? 0 : ((rows - 1) * stride_ + columns) * size_of(type)) {}
+        memory_(rows == 0 ? 0 : ((rows - 1) * stride_ + columns) * size_of(type) / (type >= kInt4 ? 2 : 1)) {}
 
   template <class Make>
   void fill(Make&& make) {
@@ -116,6 +137,14 @@ class Array {
     }
   }
   void set(int64_t row, int64_t column, double value) {
+    if (type_ >= kFloat8) {  // the bits are given
+      const auto bits = static_cast<int>(value);
+      const int shift = type_ == kFloat8 || (column % 2 == 0) == (type_ == kInt4) ? 0 : 4;
+      char* byte = at(row, column);
+      *byte = static_cast<char>(type_ == kFloat8 ? bits : (*byte & ~(15 << shift)) | bits << shift);
+      wide_[row * columns_ + column] = number_of(bits, type_);
+      return;
+    }
     value = wide_[row * columns_ + column] = rounded(value, type_);
     if (type_ == kInt8) {
       *at(row, column) = static_cast<char>(static_cast<int8_t>(value));  // a char may be unsigned
@@ -140,10 +169,12 @@ class Array {
   void* data() const { return memory_.data(); }
   int64_t rows() const { return rows_; }
   int64_t columns() const { return columns_; }
-  int64_t stride_bytes() const { return stride_ * size_of(type_); }
+  int64_t stride_bytes() const { return stride_ * size_of(type_) / (type_ >= kInt4 ? 2 : 1); }
 
  private:
-  char* at(int64_t row, int64_t column) const { return memory_.data() + (row * stride_ + column) * size_of(type_); }
+  char* at(int64_t row, int64_t column) const {
+    return memory_.data() + (row * stride_ + column) * size_of(type_) / (type_ >= kInt4 ? 2 : 1);
+  }
   int64_t type_, rows_, columns_, stride_;
   std::vector<double> wide_;
   Memory memory_;
@@ -168,27 +199,43 @@ int64_t odd_size(int64_t most) {
   return maybe() ? any(1, most) : std::min(most, choices[any(0, 16)]);
 }
 
-// A weight with its scales and bias: [rows, columns], about as large as in a model.
+// A weight with its scales, zero points and bias: [rows, columns], about as large as in a model.
 struct Weight {
+  int64_t type, group;  // columns of a scale
+  bool has_bias, has_zero, of_halves;
   Array values, scale, bias;
-  int64_t type;
-  bool has_bias;
+  Integers<uint8_t> zero;
 
-  Weight(int64_t type, int64_t activations, int64_t rows, int64_t columns, bool gaps = maybe())
-      : values(type, rows, columns, columns + (gaps ? any(1, 40) : 0)),
-        scale(kFloat32, type == kInt8 ? 1 : 0, rows),
+  Weight(int64_t type, int64_t activations, int64_t rows, int64_t columns, int64_t group = 0, bool gaps = maybe())
+      : type(type),
+        group(type >= kInt4 ? group : columns),
+        has_bias(maybe()),
+        has_zero(type == kInt4 && maybe()),
+        of_halves(activations == kBFloat16),
+        values(type, rows, columns, columns + (gaps ? 2 * any(1, 20) : 0)),
+        scale(kFloat32, type >= kInt8 ? rows : 0, columns / this->group),
         bias(activations, 1, rows),
-        type(type),
-        has_bias(maybe()) {
+        zero(zeros(has_zero ? rows * (columns / this->group) : 0)) {
     const double size = 1 / std::sqrt(static_cast<double>(columns));
-    values.fill([&] { return type == kInt8 ? static_cast<double>(any(-127, 127)) : normal() * size; });
-    scale.fill([&] { return size / 64 * (0.5 + static_cast<double>(any(0, 100)) / 100); });
+    const double factor = type == kInt8 || type == kFloat8 ? size / 64 : type == kInt4 ? size / 6 : size;
+    values.fill([&] {
+      if (type == kInt8) return static_cast<double>(any(-127, 127));
+      if (type == kFloat8) return static_cast<double>(any(0, 1) * 128 + any(0, 126));
+      return type >= kInt4 ? static_cast<double>(any(0, 15)) : normal() * size;
+    });
+    scale.fill([&] { return factor * (0.5 + static_cast<double>(any(0, 100)) / 100); });
     bias.fill(normal);
   }
-  medusa::Matrix matrix() const {
-    return {values.data(), scales(), biases(), values.rows(), values.stride_bytes(), type};
+  static std::vector<uint8_t> zeros(int64_t count) {
+    std::vector<uint8_t> all;
+    for (int64_t i = 0; i < count; ++i) all.push_back(static_cast<uint8_t>(any(0, 16)));
+    return all;
   }
-  const float* scales() const { return type == kInt8 ? static_cast<const float*>(scale.data()) : nullptr; }
+  medusa::Matrix matrix() const {
+    return {values.data(), scales(), zero_points(), biases(), values.rows(), values.stride_bytes(), type, group};
+  }
+  const float* scales() const { return type >= kInt8 ? static_cast<const float*>(scale.data()) : nullptr; }
+  const uint8_t* zero_points() const { return has_zero ? zero.data() : nullptr; }
   const void* biases() const { return has_bias ? bias.data() : nullptr; }
   // The product with one token, and a bound of what single precision adds to it.
   struct Sum {
@@ -198,13 +245,16 @@ struct Weight {
     double sum = 0, sizes = 0;
     const double* own = values.row(row);
     for (int64_t column = 0; column < values.columns(); ++column) {
-      const double product = x[column] * own[column];
+      const int64_t at = column / group;
+      const double middle = has_zero ? zero.data()[row * scale.columns() + at] : type == kInt4 ? 8 : 0;
+      const double product = x[column] * (own[column] - middle) * (type >= kInt8 ? scale.get(row, at) : 1);
       sum += product;
       sizes += std::fabs(product);
     }
-    const double factor = type == kInt8 ? scale.get(0, row) : 1, added = has_bias ? bias.get(0, row) : 0;
-    const double steps = static_cast<double>(values.columns()) + 8;
-    return {sum * factor + added, std::ldexp(steps, -24) * (sizes * factor + std::fabs(added)) + 1e-30};
+    const double added = has_bias ? bias.get(0, row) : 0, steps = static_cast<double>(values.columns()) + 8;
+    // A code's value times its scale may be rounded to bfloat16.
+    const double relative = std::ldexp(steps, -24) + (type >= kInt4 && of_halves ? 0x1p-9 : 0);
+    return {sum + added, relative * (sizes + std::fabs(added)) + 1e-30};
   }
   std::vector<double> times(const std::vector<double>& x) const {
     std::vector<double> all;
@@ -216,7 +266,9 @@ struct Weight {
 double silu(double x) { return x / (1 + std::exp(-x)); }
 double last_place(int64_t type) { return type == kFloat32 ? 0x1p-23 : 0x1p-8; }
 
-std::string name_of(int64_t type) { return type == kFloat32 ? "float32" : type == kBFloat16 ? "bfloat16" : "int8"; }
+std::string name_of(int64_t type) {
+  return std::vector<std::string>{"float32", "bfloat16", "int8", "float8", "int4", "nf4", "fp4"}[type];
+}
 
 void expect_done(int status) {
   if (status != 0) fail("refused with " + std::to_string(status));
@@ -232,16 +284,17 @@ void check(const char* name, int64_t index, double found, double expected, doubl
 }
 
 void linear() {
-  const int64_t type = maybe() ? kFloat32 : kBFloat16, count = any(1, 3), columns = odd_size(300), tokens = any(1, 40);
+  const int64_t type = maybe() ? kFloat32 : kBFloat16, count = any(1, 3), tokens = any(1, 40);
   const bool gate = count == 2 && maybe(), with_residual = count == 1 && maybe(), large = any(0, 9) == 0;
-  const int64_t threads = any(1, 4), weight_type = maybe() ? type : static_cast<int64_t>(kInt8);
+  const int64_t threads = any(1, 4), stored = weight_type(type), group = 16 * any(1, 5);
+  const int64_t columns = stored >= kInt4 ? group * any(1, 4) : odd_size(300);
   std::deque<Weight> weights;
   int64_t rows = 0;
-  what = "linear " + name_of(type) + " x " + name_of(weight_type) + " [" + std::to_string(tokens) + ", " +
-         std::to_string(columns) + "]" + (gate ? " gated" : "") + (with_residual ? " residual" : "") + " rows";
+  what = "linear " + name_of(type) + " x " + name_of(stored) + " [" + std::to_string(tokens) + ", " +
+         std::to_string(columns) + "] group " + std::to_string(group) + (gate ? " gated" : "") + (with_residual ? " residual" : "") + " rows";
   for (int64_t i = 0; i < count; ++i) {
     const int64_t own = gate && i == 1 ? rows : large ? any(200, 600) : odd_size(70);
-    weights.emplace_back(weight_type, type, own, columns);
+    weights.emplace_back(stored, type, own, columns, group);
     rows = gate ? own : rows + own;
     what += " " + std::to_string(own);
   }
@@ -354,8 +407,9 @@ void gumbel_noise() {
 }
 
 void heads() {
-  const int64_t type = maybe() ? kFloat32 : kBFloat16, batch = any(1, 4), count = any(1, 4), width = odd_size(130);
-  const int64_t threads = any(1, 4), w2_type = maybe() ? type : static_cast<int64_t>(kInt8);
+  const int64_t type = maybe() ? kFloat32 : kBFloat16, batch = any(1, 4), count = any(1, 4), threads = any(1, 4);
+  const int64_t w2_type = weight_type(type), group = 16 * any(1, 3);
+  const int64_t width = w2_type >= kInt4 ? group * any(1, 3) : odd_size(130);
   const bool own_hidden = maybe(), shared = maybe(), gather = any(0, 3) == 0, map = gather || maybe(), bias = maybe();
   const int64_t all = maybe() ? odd_size(70) : any(1, 900), vocabulary = gather ? any(1, all) : all;
   const int64_t k = any(1, std::min<int64_t>(vocabulary, 32)), blocks = any(1, 3);
@@ -369,15 +423,15 @@ void heads() {
   const double temperature = maybe() ? 1 : 0.7;
   const int64_t projections = shared ? 1 : count, gap = maybe() ? 0 : any(1, 9);
   Array hidden(type, batch * (own_hidden ? count : 1), width), w1(type, count * blocks * width, width, width + gap);
-  Array b1(type, count * blocks, width), w2(w2_type, projections * all, width, width + gap), scale(kFloat32, projections, all);
+  Array b1(type, count * blocks, width);
+  Weight w2(w2_type, type, projections * all, width, group);
+  w2.has_bias = false;
   const double size = 1 / std::sqrt(static_cast<double>(width));
   const int64_t root_width = any(1, 2 * width);
   Array root(type, batch, root_width), w_root(type, count * width, root_width, root_width + gap);
   Array noise(kFloat32, batch * noise_rows, noise_ids);
   root.fill(normal), w_root.fill([&] { return normal() * size; }), noise.fill(normal);
   hidden.fill(normal), w1.fill([&] { return normal() * size; }), b1.fill(normal);
-  w2.fill([&] { return w2_type == kInt8 ? static_cast<double>(any(-127, 127)) : normal(); });
-  scale.fill([&] { return static_cast<double>(any(50, 100)) / 5000; });
   std::vector<int64_t> ids;
   for (int64_t id = 0; id < all; ++id) ids.push_back(gather ? id : 1000 + id);
   std::shuffle(ids.begin(), ids.end(), generator);
@@ -392,10 +446,11 @@ void heads() {
   call.w1 = w1.data(), call.b1 = bias ? b1.data() : nullptr;
   call.w1_row_stride = w1.stride_bytes(), call.w1_block_stride = width * w1.stride_bytes();
   call.blocks = blocks, call.w1_stride = blocks * call.w1_block_stride;
-  call.rows = all, call.w2 = w2.data(), call.w2_row_stride = w2.stride_bytes(), call.w2_type = w2_type;
-  call.w2_stride = shared ? 0 : all * w2.stride_bytes();
-  call.w2_scale = w2_type == kInt8 ? static_cast<const float*>(scale.data()) : nullptr;
-  call.scale_stride = shared || w2_type != kInt8 ? 0 : all;
+  const int64_t w2_stride = w2.values.stride_bytes();
+  call.rows = all, call.w2 = w2.values.data(), call.w2_row_stride = w2_stride, call.w2_type = w2_type;
+  call.w2_stride = shared ? 0 : all * w2_stride, call.w2_group = w2.group;
+  call.w2_scale = w2.scales(), call.w2_zero = w2.zero_points();
+  call.scale_stride = shared || w2_type < kInt8 ? 0 : all * w2.scale.columns();
   call.token_map = map ? token_map.data() : nullptr, call.gather = gather;
   if (has_root) call.root = root.data(), call.w_root = w_root.data(), call.root_width = root_width;
   call.w_root_stride = width * w_root.stride_bytes(), call.w_root_row_stride = w_root.stride_bytes();
@@ -427,11 +482,7 @@ void heads() {
       double total = 0;
       for (int64_t token = 0; token < vocabulary; ++token) {
         const int64_t row = gather ? ids[token] : token, projection = shared ? 0 : head;
-        for (int64_t column = 0; column < width; ++column) {
-          logits[token] += state[column] * w2.get(projection * all + row, column);
-        }
-        if (w2_type == kInt8) logits[token] *= scale.get(projection, row);
-        logits[token] /= temperature;
+        logits[token] = w2.times(state.data(), projection * all + row).value / temperature;
         if (has_noise) logits[token] += noise.get(b * noise_rows + head, map ? ids[token] : token);
         total += std::exp(logits[token]);
       }
@@ -567,27 +618,28 @@ struct DecoderLayer {
   int64_t window;
   bool head_norms;
 
-  DecoderLayer(const medusa::Layers& of, int64_t weights, bool head_norms)
+  DecoderLayer(const medusa::Layers& of, int64_t weights, int64_t group, bool head_norms)
       : input_norm(of.type, 1, of.width),
         q_norm(of.type, 1, of.head_dim),
         k_norm(of.type, 1, of.head_dim),
         post_norm(of.type, 1, of.width),
-        q(weights, of.type, of.heads * of.head_dim, of.width, false),
-        k(weights, of.type, of.kv_heads * of.head_dim, of.width, false),
-        v(weights, of.type, of.kv_heads * of.head_dim, of.width, false),
-        o(weights, of.type, of.width, of.heads * of.head_dim, false),
-        gate(weights, of.type, of.inner, of.width, false),
-        up(weights, of.type, of.inner, of.width, false),
-        down(weights, of.type, of.width, of.inner, false),
+        q(weights, of.type, of.heads * of.head_dim, of.width, group, false),
+        k(weights, of.type, of.kv_heads * of.head_dim, of.width, group, false),
+        v(weights, of.type, of.kv_heads * of.head_dim, of.width, group, false),
+        o(weights, of.type, of.width, of.heads * of.head_dim, group, false),
+        gate(weights, of.type, of.inner, of.width, group, false),
+        up(weights, of.type, of.inner, of.width, group, false),
+        down(weights, of.type, of.width, of.inner, group, false),
         window(maybe() ? 0 : any(1, 9)),
         head_norms(head_norms) {
     for (Array* norm : {&input_norm, &q_norm, &k_norm, &post_norm}) norm->fill([] { return 1 + normal() / 4; });
   }
-  void add_pointers(std::vector<const void*>& to) const {
+  void add_pointers(std::vector<const void*>& to, std::vector<int64_t>& kinds) const {
     to.insert(to.end(), {input_norm.data(), post_norm.data(), head_norms ? q_norm.data() : nullptr,
                          head_norms ? k_norm.data() : nullptr});
     for (const Weight* weight : {&q, &k, &v, &o, &gate, &up, &down}) {
-      to.insert(to.end(), {weight->values.data(), weight->biases(), weight->scales()});
+      to.insert(to.end(), {weight->values.data(), weight->biases(), weight->scales(), weight->zero_points()});
+      kinds.insert(kinds.end(), {weight->type, weight->group});
     }
   }
 };
@@ -607,19 +659,21 @@ void layers() {
   call.kv_heads = any(1, 2), call.heads = call.kv_heads * any(1, 3), call.head_dim = 2 * odd_size(20);
   // The norm of very few numbers turns the rounding of bfloat16 into another sign.
   call.width = (call.type == kBFloat16 ? 16 : 0) + odd_size(70), call.inner = odd_size(90), call.count = any(1, 2);
-  call.eps = 1e-5, call.scale = 1 / std::sqrt(static_cast<double>(call.head_dim));
-  const int64_t weight_type = maybe() ? call.type : static_cast<int64_t>(kInt8);
+  call.eps = 1e-5;
+  const int64_t stored = weight_type(call.type), group = 16 * any(1, 2);
+  if (stored >= kInt4) call.head_dim = group, call.width = group * any(1, 3), call.inner = group * any(1, 4);
+  call.scale = 1 / std::sqrt(static_cast<double>(call.head_dim));
   const int64_t batch = call.batch, nodes = call.nodes, dim = call.head_dim, words = (nodes + 63) / 64;
   const bool head_norms = maybe(), per_row = maybe(), tables_per_row = maybe();
-  what = "layers " + name_of(call.type) + " x " + name_of(weight_type) + " batch " + std::to_string(batch) + " nodes " +
+  what = "layers " + name_of(call.type) + " x " + name_of(stored) + " batch " + std::to_string(batch) + " nodes " +
          std::to_string(nodes) + " heads " + std::to_string(call.heads) + "/" + std::to_string(call.kv_heads) + " of " +
          std::to_string(dim) + " width " + std::to_string(call.width) + " inner " + std::to_string(call.inner) +
          (head_norms ? " q_norm" : "") + " on " + std::to_string(call.threads) + " threads";
   std::deque<DecoderLayer> decoder;
   std::vector<const void*> pointers;
-  std::vector<int64_t> windows;
+  std::vector<int64_t> windows, kinds;
   for (int64_t i = 0; i < call.count; ++i) {
-    decoder.emplace_back(call, weight_type, head_norms).add_pointers(pointers);
+    decoder.emplace_back(call, stored, group, head_norms).add_pointers(pointers, kinds);
     windows.push_back(decoder.back().window);
   }
   std::vector<int32_t> lens;
@@ -675,7 +729,7 @@ void layers() {
   call.cache_lens = lens_given.data(), call.depths = depths_given.data(), call.ancestors = ancestors_given.data();
   call.depths_stride = per_row ? nodes : 0, call.ancestors_stride = per_row ? nodes * words : 0;
   call.slots = has_slots ? slots_given.data() : nullptr;
-  call.final_norm = final_norm.data(), call.weights = pointers.data();
+  call.final_norm = final_norm.data(), call.weights = pointers.data(), call.kinds = kinds.data();
   call.windows = windows.data();
   medusa::Layers outside = call;  // no room for the last node of the longest row
   outside.rows = longest + nodes - 1;

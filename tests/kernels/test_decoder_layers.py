@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import pytest
+import stored
 import torch
 from budget import assert_typical_error_within_twice, assert_within_twice
 from hypothesis import given, settings
@@ -42,6 +43,8 @@ def make(
     norms: bool = False,
     biases: bool = False,
     int8: tuple[str, ...] = (),
+    kinds: dict[str, str] | None = None,
+    group: int = 0,
     own_tables: bool = False,
     own_trees: bool = False,
     spare: int = 5,
@@ -50,7 +53,8 @@ def make(
 ) -> Case:
     """Random inputs; the cache is NaN from row cache_lens on, so that only rows that were written are numbers.
 
-    Of the projections, those in `int8` (of "qkv", "o", "gate" and "down") are int8 with scales.
+    Of the projections, those in `int8` (of "qkv", "o", "gate" and "down") are int8 with scales, and those in `kinds`
+    are of that kind of `stored`.
     """
     batch, rows, layers = len(lens), max(lens) + nodes + spare, len(windows)
     # One sequence's trees: each node's parent is an earlier node.
@@ -69,6 +73,9 @@ def make(
 
     def projection(name: str, n: int, k: int) -> Projection:
         bias = random(n) / 4 if biases else None
+        if kinds and name in kinds:
+            weight, *rest = stored.make(kinds[name], (n, k), group)
+            return Projection(weight, bias, *rest)
         if name not in int8:
             return Projection(random(n, k) / k**0.5, bias)
         weight = torch.randint(-127, 128, (n, k), dtype=torch.int8).to(device)

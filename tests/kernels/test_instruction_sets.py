@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import stored
 import test_decode_linear
 import test_decoder_layers
 import test_gumbel_noise
 import test_heads_topk
 import torch
-from budget import assert_typical_error_within_twice
+from budget import assert_typical_error_within_twice, assert_within_twice
 from modes import of_the_cpu
 from torch import Tensor
 
@@ -81,6 +83,39 @@ def test_a_row_of_decode_linear_stands_alone(dtype: torch.dtype, int8: bool) -> 
 
 @pytest.mark.usefixtures("isa", "poisoned_memory")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", stored.KINDS)
+def test_set_reads_stored_weights_and_each_row_alone(kind: str, dtype: torch.dtype) -> None:
+    """Groups within a step, across steps and of several; more rows than a tile has, which are widened once."""
+    for size, group in ((16, 16), (144, 16), (96, 32), (288, 96), (144, 48), (192, 64), (256, 128), (208, 0)):
+        x = torch.randn(130 if size == 144 else 9, size).to(dtype)
+        weights = [stored.make(kind, (rows, size), group) for rows in (70, 5)]
+        options: dict[str, Any] = {"scales": [w.scale for w in weights], "codes": weights[0].codes}
+        if kind == "zeros":
+            options["zeros"] = [w.zero for w in weights]
+        got = decode_linear(x, [w.weight for w in weights], **options)
+        wide = torch.cat([w.dequantised() for w in weights])
+        largest = (x.double().abs() @ wide.abs().T).max().item() if dtype == torch.float32 else None
+        # bfloat16 numbers may be rounded before they are multiplied, as PyTorch's are here.
+        assert_within_twice(got, torch.nn.functional.linear(x, wide.to(dtype)), x.double() @ wide.T, largest)
+        for rows in (*range(1, 9), len(x) - 1):
+            assert torch.equal(decode_linear(x[-rows:], [w.weight for w in weights], **options), got[-rows:])
+
+
+@pytest.mark.usefixtures("isa", "poisoned_memory")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_set_reads_layers_whose_projections_are_stored_differently(dtype: torch.dtype) -> None:
+    for group, kinds in (
+        (16, {"qkv": "zeros", "o": "nf4", "gate": "fp8", "down": "int4"}),
+        (32, {"qkv": "fp4", "o": "int8", "gate": "zeros"}),
+    ):
+        case = test_decoder_layers.make(
+            7, [9, 70], dim=16, width=64, inner=96, biases=True, kinds=kinds, group=group, dtype=dtype
+        )
+        test_decoder_layers.check(case, within_twice=assert_typical_error_within_twice)
+
+
+@pytest.mark.usefixtures("isa", "poisoned_memory")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dim", [2, 24, 80, 256])
 @pytest.mark.parametrize("int8", [(), ("qkv", "o", "gate", "down")], ids=["floats", "int8"])
 def test_set_serves_decoder_layers(int8: tuple[str, ...], dim: int, dtype: torch.dtype) -> None:
@@ -111,6 +146,24 @@ def test_set_serves_heads_topk(gather: bool, shared: bool, stored: torch.dtype |
             case["w2"], scale = case["w2"][..., ids, :], None if scale is None else scale[..., ids]
             inputs |= {"noise": inputs["noise"][..., ids]} if inputs else {}
         test_heads_topk.check((logprobs, tokens), case, k, scale, **inputs)
+
+
+@pytest.mark.usefixtures("isa", "poisoned_memory")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("kind", ["zeros", "nf4", "fp8"])
+def test_set_reads_stored_projections_in_heads_topk(kind: str, shared: bool, dtype: torch.dtype) -> None:
+    """Rows that a map gathers have the scales and zero points of their own."""
+    case = test_heads_topk.make(3, 2, 96, 333, shared=shared, dtype=dtype)
+    w2 = stored.make(kind, tuple(case["w2"].shape), 32)
+    ids = torch.randperm(333)[:101]
+    options = {"w2_scale": w2.scale, "w2_zero": w2.zero, "codes": w2.codes}
+    states = [case[name] for name in ("hidden", "w1", "b1")]
+    logprobs, tokens = heads_topk(*states, w2.weight, 9, token_map=ids, gather=True, **options)
+    case["w2"] = w2.dequantised()
+    test_heads_topk.check(heads_topk(*states, w2.weight, 9, **options), case, 9)
+    case["w2"] = case["w2"][..., ids, :]
+    test_heads_topk.check((logprobs, (tokens[..., None] == ids).int().argmax(-1)), case, 9)
 
 
 @pytest.mark.usefixtures("isa")
@@ -156,6 +209,22 @@ def test_tree_verify_takes_the_first_of_equal_logits_and_nan(dtype: torch.dtype)
         weight[torch.randperm(vocabulary)[:2], 3] = torch.nan
         assert torch.equal(verify(hidden, weight), reference.tree_verify(hidden, weight, candidates)[0])
         assert torch.equal(verify(hidden * torch.nan, weight), torch.zeros_like(candidates))
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_set_reads_stored_weights_in_tree_verify(dtype: torch.dtype) -> None:
+    """Whole numbers, exact in any order of additions, and many of them equal."""
+    hidden = torch.randint(-3, 4, (2, 9, 32)).to(dtype)
+    candidates = torch.zeros(2, 9, dtype=torch.int64)
+    for kind in ("int4", "zeros", "fp8"):
+        weight, scale, zero, codes = stored.make(kind, (1500, 32), 16)
+        weight, scale = ((weight.float() * 64).round().to(weight.dtype) if kind == "fp8" else weight), scale.round() + 2
+        found = tree_verify(
+            hidden, weight, candidates, want_stats=False, weight_scale=scale, weight_zero=zero, codes=codes
+        )[0]
+        logits = hidden.double() @ stored.Stored(weight, scale, zero, codes).dequantised().T
+        assert torch.equal(found, logits.to(dtype).argmax(-1))
 
 
 @pytest.mark.usefixtures("isa")

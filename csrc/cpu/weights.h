@@ -1,0 +1,250 @@
+// Weights as they lie in memory, widened in registers. medusa_kernels/quantised.py says how they are stored.
+//
+// A form of weights has steps of kStep columns in kStepBytes bytes of a row. A step is kParts vectors X, each of which
+// meets a vector of a token, `prepared` in that order. `Wide` is the form of the same vectors when they are in memory.
+
+// A row, and its scales and zero points.
+struct Row {
+  const char* data;
+  const float* scale;
+  const uint8_t* zero;
+};
+
+// What all rows of a weight have in common; the scales and zero points of the first row.
+struct Codes {
+  int64_t type = 0;
+  const float* scale = nullptr;
+  const uint8_t* zero = nullptr;
+  int64_t group = 0, groups = 0;  // columns of a group, groups of a row
+};
+
+MEDUSA_INLINE void multiply(F& sum, F x, F w) { sum = w * x + sum; }
+
+// A form whose numbers do not depend on their column.
+struct OneTable {
+  struct Table {};
+  static MEDUSA_INLINE Table table(const Row&, const Codes&, int64_t) { return {}; }
+  static MEDUSA_INLINE int64_t same_table(const Codes&, int64_t steps) { return steps; }
+};
+
+struct Float32Weight : OneTable {
+  using X = F;
+  using Wide = Float32Weight;
+  static constexpr int kParts = 1, kStep = kLanes, kStepBytes = kBytes;
+  static MEDUSA_INLINE F part(const char* w, int, Table) { return load<F>(w); }
+};
+
+// Two bfloat16 in each lane: first the even columns, whose bits are moved up, then the odd ones, where they are.
+struct BFloat16Weight : OneTable {
+  using X = F;
+  using Wide = BFloat16Weight;
+  static constexpr int kParts = 2, kStep = 2 * kLanes, kStepBytes = kBytes;
+  static MEDUSA_INLINE F part(const char* w, int part, Table) {
+    const U both = load<U>(w);
+    return reinterpret_cast<F>(part == 0 ? both << 16 : both & 0xffff0000u);
+  }
+};
+
+// Bytes as integers; GCC's own widening of them is a detour through memory.
+template <bool kSigned>
+MEDUSA_INLINE I widened(const char* bytes) {
+#if defined(__AVX512F__)
+  const __m128i b = load<__m128i>(bytes);
+  return I(kSigned ? _mm512_maskz_cvtepi8_epi32(0xffff, b) : _mm512_maskz_cvtepu8_epi32(0xffff, b));
+#elif defined(__AVX2__)
+  const __m128i b = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes));
+  return I(kSigned ? _mm256_cvtepi8_epi32(b) : _mm256_cvtepu8_epi32(b));
+#else
+  const I wide = __builtin_convertvector(load<Quarters>(bytes), I);
+  return kSigned ? wide : wide & 0xff;
+#endif
+}
+
+struct Int8Weight : OneTable {
+  using X = F;
+  using Wide = Int8Weight;
+  static constexpr int kParts = 1, kStep = kLanes, kStepBytes = kLanes;
+  static MEDUSA_INLINE F part(const char* w, int, Table) { return __builtin_convertvector(widened<true>(w), F); }
+};
+
+// The exponent and the fraction of an e4m3 are moved to those of a float, whose exponents start 120 lower.
+struct Float8Weight : OneTable {
+  using X = F;
+  using Wide = Float32Weight;
+  static constexpr int kParts = 1, kStep = kLanes, kStepBytes = kLanes;
+  static MEDUSA_INLINE F part(const char* w, int, Table) {
+    const I bits = widened<false>(w), size = bits & 0x7f;
+    const F value = reinterpret_cast<F>(size << 20) * 0x1p120f;
+    const F number = size == 0x7f ? all(__builtin_nanf("")) : value;
+    return reinterpret_cast<F>(reinterpret_cast<I>(number) | (bits & 0x80) << 24);
+  }
+};
+
+// What 4-bit codes stand for before zero points and scales.
+alignas(64) constexpr float kValues[3][16] = {
+    {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15},
+    {-1.0f, -0.6961928009986877f, -0.5250730514526367f, -0.39491748809814453f, -0.28444138169288635f,
+     -0.18477343022823334f, -0.09105003625154495f, 0.0f, 0.07958029955625534f, 0.16093020141124725f,
+     0.24611230194568634f, 0.33791524171829224f, 0.44070982933044434f, 0.5626170039176941f, 0.7229568362236023f, 1.0f},
+    {0.0f, 0.0625 / 12, 8.0 / 12, 1.0f, 4.0 / 12, 0.5f, 2.0 / 12, 0.25f, -0.0f, -0.0625 / 12, -8.0 / 12, -1.0f,
+     -4.0 / 12, -0.5f, -2.0 / 12, -0.25f}};
+
+// What the 16 codes stand for in one group of a row.
+struct SixteenFloats {
+  F v[16 / kLanes];
+};
+
+MEDUSA_INLINE SixteenFloats values_of(const Row& row, const Codes& codes, int64_t group) {
+  const float zero = codes.type != kInt4 ? 0.0f : row.zero == nullptr ? 8.0f : float(row.zero[group]);
+  SixteenFloats table;
+  MEDUSA_UNROLL
+  for (int i = 0; i < 16 / kLanes; ++i) {
+    table.v[i] = (load<F>(kValues[codes.type - kInt4] + i * kLanes) - zero) * row.scale[group];
+  }
+  return table;
+}
+
+// The groups of the two halves of a step that is longer than a group, or not a whole number of steps into one.
+template <int kStep>
+MEDUSA_INLINE void groups_of(const Codes& codes, int64_t step, int64_t& lower, int64_t& upper) {
+  constexpr int kHalf = kStep / 2;
+  lower = codes.group == kHalf ? 2 * step : step * kStep / codes.group;
+  upper = codes.group == kHalf ? 2 * step + 1 : (step * kStep + kHalf) / codes.group;
+  upper = least(upper, codes.groups - 1);  // half of the last step may be padding
+}
+
+// Codes of 4 bits: the lower halves of bytes, then the upper ones. With kHalves the columns of each half of a step may be
+// in a group of their own, else a step's are in the same.
+template <bool kHalves>
+struct FourBits {
+  using X = F;
+  using Wide = Float32Weight;
+  static constexpr int kParts = 2, kStep = 2 * kLanes, kStepBytes = kLanes;
+  struct Table {
+    SixteenFloats lower, upper;
+  };
+  static MEDUSA_INLINE Table table(const Row& row, const Codes& codes, int64_t piece) {
+    if (!kHalves) return {values_of(row, codes, piece), {}};
+    int64_t lower, upper;
+    groups_of<kStep>(codes, piece, lower, upper);
+    return {values_of(row, codes, lower), values_of(row, codes, upper)};
+  }
+  static MEDUSA_INLINE int64_t same_table(const Codes& codes, int64_t) { return kHalves ? 1 : codes.group / kStep; }
+  static MEDUSA_INLINE F part(const char* w, int part, const Table& table) {
+    I at = widened<false>(w);
+    at = part == 0 ? at : at >> 4;
+#if defined(__AVX512F__)
+    if (!kHalves) return F(_mm512_maskz_permutexvar_ps(0xffff, __m512i(at), __m512(table.lower.v[0])));
+    const I half{0, 0, 0, 0, 0, 0, 0, 0, 16, 16, 16, 16, 16, 16, 16, 16};
+    return F(_mm512_permutex2var_ps(__m512(table.lower.v[0]), __m512i((at & 15) | half), __m512(table.upper.v[0])));
+#elif defined(__AVX2__)
+    const __m256 low = _mm256_permutevar8x32_ps(__m256(table.lower.v[0]), __m256i(at));
+    const __m256 high = _mm256_permutevar8x32_ps(__m256(table.lower.v[1]), __m256i(at));
+    return F(_mm256_blendv_ps(low, high, __m256(at << 28)));
+#else
+    F found;
+    for (int lane = 0; lane < kLanes; ++lane) {
+      found[lane] = reinterpret_cast<const float*>(&table.lower)[at[lane] & 15];
+    }
+    return found;
+#endif
+  }
+};
+
+// The forms of weights beside activations A.
+template <class A>
+struct Forms {
+  using Own = Float32Weight;
+  using Int8 = Int8Weight;
+  using Float8 = Float8Weight;
+  template <bool kHalves>
+  using Four = FourBits<kHalves>;
+};
+
+#if !defined(__AVX512BF16__)
+template <>
+struct Forms<BFloat16> : Forms<Float32> {
+  using Own = BFloat16Weight;
+};
+#else
+// The processor's own product of bfloat16 pairs: twice as fast as floats on AMD's, half as fast on Intel's.
+MEDUSA_INLINE void multiply(F& sum, __m512bh x, __m512bh w) { sum = F(_mm512_dpbf16_ps(__m512(sum), w, x)); }
+
+struct BFloat16PairWeight : OneTable {
+  using X = __m512bh;
+  using Wide = BFloat16PairWeight;
+  static constexpr int kParts = 1, kStep = 2 * kLanes, kStepBytes = kBytes;
+  static MEDUSA_INLINE X part(const char* w, int, Table) { return load<X>(w); }
+};
+
+// Numbers of 8 bits, all of which bfloat16 has.
+template <class W>
+struct BytePairs : OneTable {
+  using X = __m512bh;
+  using Wide = BFloat16PairWeight;
+  static constexpr int kParts = 1, kStep = 2 * kLanes, kStepBytes = 2 * kLanes;
+  static MEDUSA_INLINE X part(const char* w, int, Table) {
+    return _mm512_cvtne2ps_pbh(__m512(W::part(w + kLanes, 0, {})), __m512(W::part(w, 0, {})));
+  }
+};
+
+// As FourBits; a code's value times its scale is rounded to bfloat16, as libraries dequantise it.
+template <bool kHalves>
+struct FourBitPairs {
+  using X = __m512bh;
+  using Wide = BFloat16PairWeight;
+  static constexpr int kParts = 2, kStep = 4 * kLanes, kStepBytes = 2 * kLanes;
+  using Table = __m512i;
+  static MEDUSA_INLINE Table table(const Row& row, const Codes& codes, int64_t piece) {
+    int64_t lower = piece, upper = piece;
+    if (kHalves) groups_of<kStep>(codes, piece, lower, upper);
+    const F first = values_of(row, codes, lower).v[0], second = kHalves ? values_of(row, codes, upper).v[0] : first;
+    return __m512i(_mm512_cvtne2ps_pbh(__m512(second), __m512(first)));
+  }
+  static MEDUSA_INLINE int64_t same_table(const Codes& codes, int64_t) { return kHalves ? 1 : codes.group / kStep; }
+  static MEDUSA_INLINE X part(const char* w, int part, Table table) {
+    __m512i at = _mm512_maskz_cvtepu8_epi16(0xffffffff, load<__m256i>(w));
+    if (part == 1) at = _mm512_maskz_srli_epi16(0xffffffff, at, 4);
+    // Bit 4 chooses between the halves of the table.
+    if (kHalves) at = __m512i((U(at) & 0xf000fu) | U{0, 0, 0, 0, 0, 0, 0, 0, 0x100010, 0x100010, 0x100010, 0x100010,
+                                                    0x100010, 0x100010, 0x100010, 0x100010});
+    return X(_mm512_maskz_permutexvar_epi16(0xffffffff, at, table));
+  }
+};
+
+template <>
+struct Forms<BFloat16> {
+  using Own = BFloat16PairWeight;
+  using Int8 = BytePairs<Int8Weight>;
+  using Float8 = BytePairs<Float8Weight>;
+  template <bool kHalves>
+  using Four = FourBitPairs<kHalves>;
+};
+#endif
+
+// Calls run(W{}) for the weights of a type beside activations A; false if there are none. `group` is that of Matrix.
+template <class A, class Run>
+MEDUSA_INLINE bool with_weight(int64_t type, const Run& run, int64_t group = 0) {
+  using Four = typename Forms<A>::template Four<false>;
+  if (type >= kInt4 && type <= kFp4) {
+    if (group <= 0 || group % 16 != 0) return false;
+    if (group % Four::kStep == 0) {
+      run(Four{});
+    } else if constexpr (Four::kStep > 16) {
+      if (group % (Four::kStep / 2) == 0) {
+        run(typename Forms<A>::template Four<true>{});
+      } else {
+        run(FourBits<true>{});
+      }
+    }
+  } else if (type == kInt8) {
+    run(typename Forms<A>::Int8{});
+  } else if (type == kFloat8) {
+    run(typename Forms<A>::Float8{});
+  } else if (type == A::kType) {
+    run(typename Forms<A>::Own{});
+  } else {
+    return false;
+  }
+  return true;
+}
