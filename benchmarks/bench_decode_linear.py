@@ -23,10 +23,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
-<<<<<<< HEAD
 import itertools
-=======
->>>>>>> 2b05f95 (Compare steps by how weights are stored on a CPU)
 import statistics
 import time
 from collections.abc import Callable
@@ -38,11 +35,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-<<<<<<< HEAD
 from benchmarks import gpu, harness, suite
-from medusa_kernels import _native, add_rms_norm, decode_linear, linear_parts, quantised
-=======
-from benchmarks import harness, suite
 from medusa_kernels import (
     LayerWeights,
     Projection,
@@ -51,11 +44,11 @@ from medusa_kernels import (
     ancestor_words,
     decode_linear,
     decoder_layers,
+    linear_parts,
     packed,
     quantised,
     tree_verify,
 )
->>>>>>> 2b05f95 (Compare steps by how weights are stored on a CPU)
 
 
 @dataclass(frozen=True)
@@ -529,7 +522,7 @@ def their_step(shape: Shape, product: Callable[[int, int], Step], rows: int) -> 
     return step
 
 
-def measure_stored(shape: Shape, rows: int, rounds: int = 7) -> dict[str, Any]:
+def measure_steps(shape: Shape, rows: int, rounds: int = 7) -> dict[str, Any]:
     """Time steps by how the weights are stored, all ways in turn."""
     ways = {stored: our_step(shape, stored, rows) for stored in ("bfloat16", "int8", "int4", "nf4")}
     theirs = {"torch, bfloat16": torch_bfloat16, "torch, int4": torch_int4}
@@ -551,40 +544,35 @@ def measure_stored(shape: Shape, rows: int, rounds: int = 7) -> dict[str, Any]:
     return {"op": "stored", "shape": dataclasses.asdict(shape), "rows": rows, "group": GROUP, "ms": ms}
 
 
-def test_stored_weights_on_a_cpu(way_through: Any) -> None:
+def test_steps_on_a_cpu(way_through: Any) -> None:
     """The way through the benchmark; nothing is recorded."""
     shape = Shape("small", 64, 64, 64, 128, 1)
-    record = way_through.pedantic(lambda: measure_stored(shape, 2, rounds=2), rounds=1)
+    record = way_through.pedantic(lambda: measure_steps(shape, 2, rounds=2), rounds=1)
     assert {"bfloat16", "int8", "int4", "nf4", "torch, int4"} <= set(record["ms"])
 
 
 def main() -> None:
     """Run from the command line."""
     options = suite.parser(__doc__, 540)
-<<<<<<< HEAD
-    options.add_argument("--stored", action="store_true", help="weights in 4 and 8 bits")
+    options.add_argument("--stored", action="store_true", help="only weights in 4 and 8 bits")
     options.add_argument("--predict", action="store_true", help="print least times in 4 bits; nothing is measured")
     args = options.parse_args()
     if args.predict:
         predict()
         return
-    if args.stored:
+    if args.stored and torch.cuda.is_available():
         suite.main(__doc__, "decode_linear", stored_cases(), measure_stored, options=options)
         return
-=======
-    options.add_argument("--stored", action="store_true", help="on a CPU: only weights by how they are stored")
-    only_stored = options.parse_args().stored
->>>>>>> 2b05f95 (Compare steps by how weights are stored on a CPU)
     if torch.cuda.is_available():
         layers = [Layers(shape, rows) for shape in SHAPES for rows in ROWS]
         suite.main(__doc__, "decode_linear", layers, measure, options=options)
         return
-    for stored in () if only_stored else (torch.float32, torch.bfloat16, torch.int8):
+    for stored in () if args.stored else (torch.float32, torch.bfloat16, torch.int8):
         for rows in CPU_ROWS:
             harness.write_record("decode_linear", measure_on_cpu(stored, rows))
     for shape in STORED_SHAPES:
         for rows in STORED_ROWS:
-            harness.write_record("decode_linear", measure_stored(shape, rows))
+            harness.write_record("decode_linear", measure_steps(shape, rows))
 
 
 if __name__ == "__main__":

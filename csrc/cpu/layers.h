@@ -36,7 +36,7 @@ inline void rotate(const typename A::T* x, const typename A::T* cos, const typen
 // Numbers of a cached row in 8 bits; the row's last 4 bytes are their scale (medusa_kernels/cache_rows.py).
 struct Int8 {
   using T = int8_t;
-  static MEDUSA_INLINE F get(const T* from) { return Int8Weight::part(from, 0); }
+  static MEDUSA_INLINE F get(const T* from) { return Int8Weight::part(reinterpret_cast<const char*>(from), 0, {}); }
 };
 
 // What the rows of a cache are, whose keys are multiplied as weights W.

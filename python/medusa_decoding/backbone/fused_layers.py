@@ -193,7 +193,8 @@ def _parts(x: torch.Tensor, modules: list[Any]) -> int:
     """Return into how many parts the columns are divided; what adapters add goes with whole products."""
     if read_adapters(modules, x.dtype) is not None:
         return 1
-    return linear_parts(x, sum(len(_projection(module).weight) for module in modules))
+    given = [_projection(module) for module in modules]
+    return linear_parts(x, sum(len(one.weight) for one in given), given[0].weight, given[0].scale)
 
 
 class NativeLayers:
