@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import stored
+
+import test_cache_rows
 import test_decode_linear
 import test_decoder_layers
 import test_gumbel_noise
@@ -277,3 +279,9 @@ def test_set_serves_gumbel_noise() -> None:
 @pytest.mark.usefixtures("isa")
 def test_one_hot_rows_return_columns_bit_for_bit() -> None:
     test_decode_linear.test_a_one_hot_row_returns_a_column_bit_for_bit("cpu", torch.bfloat16)
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_set_serves_a_cache_in_8_bits(dtype: torch.dtype) -> None:
+    test_cache_rows.test_layers_append_and_read_rows_in_8_bits("cpu", dtype, 80, (0, 6))
