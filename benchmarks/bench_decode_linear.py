@@ -512,7 +512,8 @@ def their_step(shape: Shape, product: Callable[[int, int], Step], rows: int) -> 
         (shape.q + 2 * shape.kv, shape.hidden), (shape.hidden, shape.q), (2 * shape.width, shape.hidden),
         (shape.hidden, shape.width),
     ]  # fmt: skip
-    sizes = layer * shape.layers + [(VOCABULARIES[shape.name], shape.hidden)] * (shape.name in VOCABULARIES)
+    vocabulary = VOCABULARIES.get(shape.name)
+    sizes = layer * shape.layers + ([(vocabulary, shape.hidden)] if vocabulary else [])
     products = [(product(*size), torch.randn(rows, size[1]).to(torch.bfloat16)) for size in sizes]
 
     def step(_: Tensor) -> None:

@@ -300,13 +300,18 @@ Result layers(const Layers& a) {
     };
     in_parallel(a.threads, a.batch * a.kv_heads, [&](int64_t i) { sequence(i / a.kv_heads).append(i % a.kv_heads); });
     const int64_t queries = a.heads / a.kv_heads * a.nodes, pieces = blocks(queries, kQueries);
-    with_weight<A>(a.kv_type, [&](auto kind) {
+    const auto attend = [&](auto kind) {
       in_parallel(a.threads, a.batch * a.kv_heads * pieces, [&](int64_t i) {
         const int64_t kv_head = i / pieces % a.kv_heads, first = i % pieces * kQueries;
         sequence(i / pieces / a.kv_heads)
             .template attend<decltype(kind)>(kv_head, first, least(kQueries, queries - first));
       });
-    });
+    };
+    if (a.kv_type == kInt8) {
+      attend(Int8Weight{});
+    } else {
+      with_weight<A>(A::kType, attend);
+    }
     if (!project(heads_out, attended, hidden, hidden, false, of(kO, a.width, attended))) return kUnsupported;
     norm(weights[kPostNorm]);
     if (!project(normed, a.width, nullptr, gated, true, of(kGate, a.inner, a.width), of(kUp, a.inner, a.width))) {

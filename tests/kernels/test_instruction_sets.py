@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import stored
-
 import test_cache_rows
 import test_decode_linear
 import test_decoder_layers
