@@ -55,7 +55,7 @@ def test_divided_projections_write_the_same_text(family, monkeypatch):
     expected = [transformers_greedy(model, row, NEW) for row in rows]
     ids, mask = padded(rows)
     asked = []
-    monkeypatch.setattr(fused_layers, "linear_parts", lambda x, features: asked.append(features) or 3)
+    monkeypatch.setattr(fused_layers, "linear_parts", lambda x, features, *_: asked.append(features) or 3)
     with MedusaModel(model, heads_for(model), Tree.cartesian([4, 3])) as medusa:
         medusa.backbone.choose_layers = lambda captured: setattr(medusa.backbone, "fuse", True)
         output = medusa.generate(ids, mask, max_new_tokens=NEW)
