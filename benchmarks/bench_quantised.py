@@ -38,9 +38,9 @@ from medusa_decoding.evaluation.prompts import Conversations, read_prompts
 from medusa_decoding.linears.reading import read
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.trees.tree import Tree
-from medusa_kernels import decode_linear
+from medusa_kernels import decode_linear, quantised
 
-NEW_TOKENS, NODES, STEPS = 64, (4, 8), 3
+NEW_TOKENS, NODES, PREFIX, STEPS = 64, (4, 8), 256, 3
 Make = Callable[[Path, torch.dtype], Any]
 
 
@@ -111,10 +111,8 @@ def compressed(**weights: Any) -> Make:
         for module in model.modules():
             if isinstance(module, nn.Linear) and hasattr(module, "weight_scale"):
                 groups = module.weight.data.float().unflatten(1, (module.weight_scale.shape[1], -1))
-                scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
+                scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
                 module.weight_scale.data.copy_(scale)
-                if hasattr(module, "weight_zero_point"):
-                    module.weight_zero_point.data.copy_(zero)
                 module.quantization_status = QuantizationStatus.FROZEN
         compressor = ModelCompressor.from_pretrained_model(model)
         compressor.compress_model(model)
@@ -132,7 +130,6 @@ FORMS: dict[str, Make] = {
     "bnb-nf4-nested": bitsandbytes(bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True),
     "bnb-fp4": bitsandbytes(bnb_4bit_quant_type="fp4"),
     "compressed-int4": compressed(num_bits=4, type="int", strategy="group", group_size=32),
-    "compressed-int4-zeros": compressed(num_bits=4, type="int", symmetric=False, strategy="group", group_size=32),
     "torchao-int4": torchao(int4),
     "torchao-int4-all": torchao(int4, whole=True),
     "torchao-int8": torchao(lambda: by_rows("Int8WeightOnlyConfig")),
@@ -144,23 +141,21 @@ FORMS: dict[str, Make] = {
 
 
 @torch.no_grad()
-def agreement(model: Any) -> float | None:
+def agreement(decoder: nn.Module, library: nn.Module) -> float | None:
     """Return how far the ops' products are from the layers' own, at most, relative to the largest number of a result.
 
-    None if the ops read none of the layers.
+    `decoder` is held by a `MedusaModel`, `library` is another copy, which is not. None if no weight is quantised.
     """
     worst = None
-    for module in model.model.layers.modules():
-        found = read(module) if hasattr(module, "in_features") else ""
+    for name, module in library.named_modules():
+        found = read(decoder.get_submodule(name)) if name.endswith("_proj") else ""
         if isinstance(found, str) or found.scale is None:
             continue
-        x = torch.randn(3, module.in_features, dtype=model.dtype)
+        x = torch.randn(3, quantised.columns(found.weight), dtype=next(decoder.parameters()).dtype)
         theirs = module(x).float()
         zeros = None if found.zero is None else [found.zero]
-        ours = decode_linear(
-            x, [found.weight], [found.bias], scales=[found.scale], zeros=zeros, codes=found.codes
-        ).float()
-        worst = max(worst or 0.0, float((ours - theirs).abs().max() / theirs.abs().max()))
+        ours = decode_linear(x, [found.weight], [found.bias], scales=[found.scale], zeros=zeros, codes=found.codes)
+        worst = max(worst or 0.0, float((ours.float() - theirs).abs().max() / theirs.abs().max()))
     return worst
 
 
@@ -172,6 +167,8 @@ def texts(model: MedusaModel, tree: Tree, prompts: Sequence[torch.Tensor]) -> di
         plain_text, found = (
             model.generate(ids, max_new_tokens=NEW_TOKENS, tree=one, eos_token_id=[]) for one in (Tree([]), tree)
         )
+        assert not isinstance(plain_text, torch.Tensor)
+        assert not isinstance(found, torch.Tensor)
         first, other = (output.sequences[0].tolist() for output in (plain_text, found))
         tokens, steps = tokens + NEW_TOKENS, steps + NEW_TOKENS / found.tokens_per_step
         equal += first == other
@@ -183,27 +180,18 @@ def texts(model: MedusaModel, tree: Tree, prompts: Sequence[torch.Tensor]) -> di
 
 
 @torch.no_grad()
-def times(model: MedusaModel, trees: dict[int, Tree], prefix: int, rounds: int) -> dict[str, Any]:
-    """Time steps through the ops and module by module, in turn."""
-    turns = {f"{n} nodes": turn(*prepare_step(model, trees[n], "eager", prefix, 1)) for n in trees}
+def times(model: MedusaModel, library: MedusaModel, trees: dict[int, Tree], rounds: int) -> dict[str, Any]:
+    """Time steps through the ops, and plain ones of a copy that runs as its library's modules, in turn."""
+    # A layer with a hook runs as its modules, and so do all others.
+    library.backbone.decoder.layers[0].mlp.register_forward_pre_hook(lambda *_: None)
+    steps = {f"{count} nodes": (model, tree) for count, tree in trees.items()} | {"modules": (library, Tree([]))}
+    turns = {way: turn(*prepare_step(one, tree, "eager", PREFIX, 1)) for way, (one, tree) in steps.items()}
     shuffler, found = random.Random(0), []
-
-    def by_modules(steps: int) -> list[float]:
-        # A layer with a hook runs as its modules, and so do all others.
-        hook = model.backbone.decoder.layers[0].mlp.register_forward_pre_hook(lambda *_: None)
-        try:
-            return turn(*prepare_step(model, Tree([]), "eager", prefix, 1))(steps)
-        finally:
-            hook.remove()
-            model.backbone.choose_layers(captured=False)
-
     for _ in range(rounds):
-        modules = by_modules(STEPS)
-        found.append(harness.in_turn(turns, STEPS, shuffler) | {"modules": modules})
-    middle = [{way: statistics.median(values) for way, values in one.items()} for one in found]
+        found.append({way: statistics.median(t) for way, t in harness.in_turn(turns, STEPS, shuffler).items()})
     return {
-        "plain_ms": statistics.median(one["1 nodes"] for one in middle),
-        **{f"{way}_to_plain": statistics.median(o[way] / o["1 nodes"] for o in middle) for way in middle[0]},
+        "plain_ms": statistics.median(one["1 nodes"] for one in found),
+        **{f"{way}_to_plain": statistics.median(one[way] / one["1 nodes"] for one in found) for way in steps},
     }
 
 
@@ -211,18 +199,23 @@ def measure(form: str, folder: Path, args: argparse.Namespace, ids: Sequence[tor
     """Measure one form and write its record."""
     record: dict[str, Any] = {"model": Path(args.model).name, "form": form, "threads": torch.get_num_threads()}
     for dtype in (torch.float32, torch.bfloat16):
-        base, name = FORMS[form](folder, dtype).eval(), str(dtype).removeprefix("torch.")
-        found: dict[str, Any] = {"agreement": agreement(base)}
+        library, base = FORMS[form](folder, dtype).eval(), FORMS[form](folder, dtype).eval()
+        with torch.no_grad():
+            library(ids[0])  # after which its weights are as the library wants them
+        found: dict[str, Any] = {}
         with MedusaModel.from_pretrained(args.heads, base) as model:
+            found["agreement"] = agreement(model.backbone.decoder, library.model)
+            assert model.heads is not None
             accuracies = find_accuracies(Path(args.heads), model.heads)
             assert accuracies is not None, f"--heads: expected measured accuracies in {args.heads}"
             trees = {n: Tree.optimal(accuracies.by_rank, n) if n > 1 else Tree([]) for n in (1, *NODES)}
             found |= texts(model, trees[NODES[-1]], ids)
             found["layers"] = "ops" if model.backbone.native is not None else "modules"
             if dtype == torch.bfloat16 and args.rounds:
-                found |= times(model, trees, args.prefix, args.rounds)
-        record[name] = found
-        del base, model
+                with MedusaModel(library) as other:
+                    found |= times(model, other, trees, args.rounds)
+        record[str(dtype).removeprefix("torch.")] = found
+        del base, model, library
         gc.collect()
     harness.write_record("quantised", record)
     return record
@@ -253,7 +246,6 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with mt_bench.jsonl")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=tuple(FORMS))
     parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--prefix", type=int, default=256, help="cached rows of the timed steps")
     parser.add_argument("--rounds", type=int, default=8, help="0: no times")
     args = parser.parse_args()
     records = []
