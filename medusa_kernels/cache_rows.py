@@ -52,5 +52,6 @@ def check(name: str, cache: Tensor, expected: _checks.Shape, like: str, other: T
     _checks.shape(name, cache, (*outer, row_width(head_dim, torch.int8)))
     _checks.same_device(name, cache, like, other)
     *strides, last = cache.stride()
-    aligned = last == 1 and not any(stride % SCALE_BYTES for stride in strides)
-    _checks.require(aligned, name, "rows of adjacent bytes, each a multiple of 4 from the others", cache.stride())
+    aligned = last == 1 and not any(place % SCALE_BYTES for place in (cache.storage_offset(), *strides))
+    expected, got = "rows of adjacent bytes that start at multiples of 4", (cache.storage_offset(), cache.stride())
+    _checks.require(aligned, name, expected, f"offset and strides {got}")

@@ -60,8 +60,9 @@ def decode_linear(
         With several parts fp32 `[parts, ..., sum of N_i]`, not rounded: their sum is the product, biases are in the
         first. The PyTorch implementation rounds after each of these steps (parts it does not round). It serves more
         than 64 rows on a GPU and 256 on a CPU, when the product is no longer bound by reading the weights, and what the
-        others lack: fp16 on a CPU. Numbers times scales may be rounded to the dtype of x before they are
-        multiplied. With the C++ implementation (a CPU's), a row's result does not depend on the rows beside it.
+        others lack: fp16 on a CPU. Numbers times scales may be rounded to the dtype of x before they are multiplied; of
+        float8_e4m3fn the Triton kernel takes NaN for 480. With the C++ implementation (a CPU's), a row's result does
+        not depend on the rows beside it.
 
     Raises:
         ValueError: an argument has a wrong shape, dtype, device, layout or number.

@@ -68,9 +68,9 @@ def heads_topk(
         logprobs fp32 `[B, K, k]` and tokens int64 `[B, K, k]`, best first. The order of equal x is not specified.
         Products are accumulated in fp32, and x and its log-softmax are fp32. Each new h is rounded to the dtype of
         hidden. The PyTorch implementation rounds the result of each matrix product to that dtype too, which the Triton
-        and C++ kernels do not. With a w2 in 8 or 4 bits the Triton kernel multiplies 16-bit states in fp16: it rounds
-        the last h of a head to fp16 instead, in which finite numbers beyond 65504 become 65504 of their sign, and
-        numbers below 2^-17 have fewer bits than in bf16.
+        and C++ kernels do not. With a w2 in 8 or 4 bits (groups of a multiple of 32) the Triton kernel multiplies
+        16-bit states in fp16: it rounds the last h of a head to fp16 instead, in which finite numbers beyond 65504
+        become 65504 of their sign, and numbers below 2^-17 have fewer bits than in bf16.
 
     Raises:
         ValueError: an argument has a wrong shape, dtype, device or value.

@@ -16,6 +16,8 @@ What a code stands for is named:
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -95,7 +97,14 @@ def values(weight: Tensor, codes: str) -> Tensor:
     numbers = torch.stack((low, high) if codes == "int4" else (high, low), -1).flatten(-2)
     if codes == "int4":
         return numbers.float()
-    return torch.tensor(TABLES[codes], device=weight.device)[numbers.int()]
+    return _table(codes, weight.device)[numbers.int()]
+
+
+@functools.cache
+def _table(codes: str, device: torch.device) -> Tensor:
+    # Copied to a device once: a copy cannot be captured in a CUDA graph.
+    with torch.inference_mode(False):
+        return torch.tensor(TABLES[codes], device=device)
 
 
 def dequantised(

@@ -145,8 +145,10 @@ inline void passes(const Row* w, const Codes& codes, int64_t ahead, const typena
   using Wide = typename W::Wide;
   const int64_t vectors = prepared_vectors<W>(columns);
   if constexpr (!std::is_same_v<W, Wide>) {
-    if (tokens > kTileTokens) {
-      char* widened = static_cast<char*>(scratch(kWidened, kRows * vectors * kBytes));
+    // A thread of the pool cannot throw: without room, rows are widened in every pass.
+    char* widened =
+        tokens <= kTileTokens ? nullptr : static_cast<char*>(scratch(kWidened, kRows * vectors * kBytes, false));
+    if (widened != nullptr) {
       each_step<W, kRows>(w, codes, ahead, columns, [&](const char* const* rows, const auto* tables, int64_t step) MEDUSA_INLINED {
         MEDUSA_UNROLL
         for (int r = 0; r < kRows; ++r) {

@@ -133,7 +133,7 @@ void run_tasks(int64_t threads, int64_t tasks, void (*task)(const void*, int64_t
   for (int64_t i = 0; i < tasks; ++i) task(data, i);
 }
 
-void* scratch(Memory memory, int64_t bytes) {
+void* scratch(Memory memory, int64_t bytes, bool needed) {
   thread_local Block blocks[3];
   Block& block = blocks[memory];
   if (bytes > block.size) {
@@ -142,7 +142,7 @@ void* scratch(Memory memory, int64_t bytes) {
     block.data = std::aligned_alloc(64, static_cast<size_t>(block.size));
     if (block.data == nullptr) {
       block.size = 0;
-      throw std::bad_alloc();
+      if (needed) throw std::bad_alloc();
     }
   }
   return block.data;

@@ -7,8 +7,9 @@ namespace medusa {
 
 enum Memory { kPrepared = 0, kBetween = 1, kWidened = 2 };
 
-// At least `bytes` of memory, aligned to 64, that this thread keeps until it asks for the same memory again.
-void* scratch(Memory memory, int64_t bytes);
+// At least `bytes` of memory, aligned to 64, that this thread keeps until it asks for the same memory again. Without room
+// it throws, or returns null if the caller can do without.
+void* scratch(Memory memory, int64_t bytes, bool needed = true);
 
 // Calls task(data, 0) to task(data, tasks - 1), each once, on the caller's and up to threads - 1 other threads.
 void run_tasks(int64_t threads, int64_t tasks, void (*task)(const void* data, int64_t index), const void* data);

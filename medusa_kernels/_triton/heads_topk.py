@@ -69,21 +69,21 @@ def residual_kernel(
     o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     o_v = tl.arange(0, BLOCK_V)
     m_m = o_m < batch
-    p_a = x + i_k * (stride_x_k * UNIT) + o_m.to(tl.int64) * (stride_x_b * UNIT)
-    p_h = hidden + i_k * (stride_hidden_k * UNIT) + o_m.to(tl.int64) * (stride_hidden_b * UNIT)
+    p_a = x + i_k * stride_x_k * UNIT + o_m.to(tl.int64) * (stride_x_b * UNIT)
+    p_h = hidden + i_k * stride_hidden_k * UNIT + o_m.to(tl.int64) * (stride_hidden_b * UNIT)
     if PDL:
         if EARLY:
             tl.extra.cuda.gdc_launch_dependents()
         if PREFETCH > 0:
             o_r = i_p * step + o_v
-            p_w = w1 + i_k * (stride_w1_k * UNIT) + o_r.to(tl.int64) * (stride_w1_r * UNIT)
+            p_w = w1 + i_k * stride_w1_k * UNIT + o_r.to(tl.int64) * (stride_w1_r * UNIT)
             prefetch_rows(p_w, (o_v < step) & (o_r < size), PREFETCH)
         tl.extra.cuda.gdc_wait()
     for tile in range(tiles):
         first = (tile * programs + i_p) * step
         o_r = first + o_v
         m_r = (o_v < step) & (o_r < size)
-        p_w = w1 + i_k * (stride_w1_k * UNIT) + o_r.to(tl.int64) * (stride_w1_r * UNIT)
+        p_w = w1 + i_k * stride_w1_k * UNIT + o_r.to(tl.int64) * (stride_w1_r * UNIT)
         # [BLOCK_M, BLOCK_V]
         b_inner = product(p_a, m_m, p_w, m_r, columns, BLOCK_M, BLOCK_V, BLOCK_K, EVEN, "")
         if HAS_BIAS:
@@ -134,7 +134,7 @@ def vocabulary_kernel(
     b_topk = empty_topk(BLOCK_M, K, PLACES)
     b_peak = tl.full((BLOCK_M,), -float("inf"), tl.float32)
     b_sum = tl.zeros((BLOCK_M,), tl.float32)
-    p_group = w2 + i_g * (stride_w2_g * UNIT)
+    p_group = w2 + i_g * stride_w2_g * UNIT
     if PDL:
         if EARLY:
             tl.extra.cuda.gdc_launch_dependents()

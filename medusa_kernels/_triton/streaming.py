@@ -126,11 +126,12 @@ def waiting(
 
     `ahead`: whether the weight's addresses are known by then.
     """
+    # As much as the pipeline loads first; a byte of 4-bit codes has two columns.
+    columns = (config.num_stages - 1) * config.block_k // (2 if weight.dtype == torch.uint8 else 1)
     return {
         "PDL": pdl,
         "EARLY": pdl and at_once(device, programs, config.programs),
-        # As much as the pipeline loads first.
-        "PREFETCH": prefetch_bytes(weight, elements, (config.num_stages - 1) * config.block_k, pdl and ahead),
+        "PREFETCH": prefetch_bytes(weight, elements, columns, pdl and ahead),
     }
 
 

@@ -238,11 +238,11 @@ def attend_kernel(
     slots [B] name the sequence of the caches that belongs to each row, otherwise row b has sequence b. A single share
     gives out [B, N, Hkv * G, D], rounded once; otherwise parts [B, Hkv, splits, N * G, D] get the sums of values and
     stats [B, Hkv, splits, N * G, 2] the largest score and the sum of exponentials, all fp32. Scores are fp32;
-    probabilities are rounded to the dtype of v. NEGATIVE: scale is negative, its absolute value is passed. DEEP: a path
-    of the tree can be longer than the window. OVERLAP: products run during exponentials, 16-bit only. MERGES: the last
-    program of a tile merges its shares into out. EIGHT_BITS: the caches [C, Hkv, S, D + 4] are int8, see
-    `medusa_kernels.cache_rows`. counters [B, Hkv, tiles] count those that have stored theirs, and are
-    zero before and after. EARLY: all programs run at once.
+    probabilities are rounded to the dtype of v, of q with EIGHT_BITS. NEGATIVE: scale is negative, its absolute value
+    is passed. DEEP: a path of the tree can be longer than the window. OVERLAP: products run during exponentials, 16-bit
+    only. MERGES: the last program of a tile merges its shares into out; counters [B, Hkv, tiles] count those that have
+    stored theirs, and are zero before and after. EIGHT_BITS: the caches [C, Hkv, S, D + 4] are int8, see
+    `medusa_kernels.cache_rows`. EARLY: all programs run at once.
     """
     if PDL:
         if EARLY:

@@ -285,7 +285,7 @@ void check(const char* name, int64_t index, double found, double expected, doubl
 
 void linear() {
   const int64_t type = maybe() ? kFloat32 : kBFloat16, count = any(1, 3), tokens = any(1, 40);
-  const bool gate = count == 2 && maybe(), with_residual = count == 1 && maybe(), large = any(0, 9) == 0;
+  const bool gate = count == 2 && maybe(), with_residual = maybe(), large = any(0, 9) == 0;
   const int64_t threads = any(1, 4), stored = weight_type(type), group = 16 * any(1, 5);
   const int64_t columns = stored >= kInt4 ? group * any(1, 4) : odd_size(300);
   std::deque<Weight> weights;
@@ -299,7 +299,7 @@ void linear() {
     what += " " + std::to_string(own);
   }
   what += " on " + std::to_string(threads) + " threads";
-  Array x(type, tokens, columns), residual(type, tokens, rows), out(type, tokens, rows), alone(type, tokens, rows);
+  Array x(type, tokens, columns), residual(type, tokens, gate ? 2 * rows : rows), out(type, tokens, rows), alone(type, tokens, rows);
   x.fill(normal), residual.fill(normal);
   medusa::Linear call{};
   call.threads = threads, call.type = type, call.x = x.data(), call.tokens = tokens, call.columns = columns;
@@ -321,17 +321,19 @@ void linear() {
     int64_t place = token * rows;
     for (int64_t i = 0; i < (gate ? 1 : count); ++i) {
       for (int64_t row = 0; row < weights[i].values.rows(); ++row, ++place) {
-        Weight::Sum sum = weights[i].times(x.row(token), row);
+        const auto added = [&](Weight::Sum sum, int64_t column) {
+          if (!with_residual) return sum;
+          sum.value += residual.get(token, column);
+          sum.error += 0x1p-23 * (std::fabs(residual.get(token, column)) + std::fabs(sum.value));
+          return sum;
+        };
+        Weight::Sum sum = added(weights[i].times(x.row(token), row), place - token * rows);
         if (gate) {
-          const Weight::Sum other = weights[1].times(x.row(token), row);
+          const Weight::Sum other = added(weights[1].times(x.row(token), row), rows + row);
           const double gated = silu(sum.value);
           sum.error = 1.1 * sum.error * (std::fabs(other.value) + other.error) + std::fabs(gated) * other.error +
                       0x1p-20 * std::fabs(gated * other.value);
           sum.value = gated * other.value;
-        }
-        if (with_residual) {
-          sum.value += residual.get(token, row);
-          sum.error += 0x1p-23 * std::fabs(residual.get(token, row));
         }
         check("out", place, found[place], sum.value, sum.error + last_place(type) * std::fabs(sum.value));
       }
