@@ -42,7 +42,7 @@ def test_fused_layers_write_the_same_text(family, overrides, tree):
         for layer in model.model.layers:
             # Calling a layer as a module now fails: the text below is made without.
             layer.forward = None
-        medusa.backbone.choose_layers = lambda captured: setattr(medusa.backbone, "fuse", True)
+        medusa.backbone.choose_layers = lambda captured, **_: setattr(medusa.backbone, "fuse", True)
         output = medusa.generate(ids, mask, max_new_tokens=NEW)
     assert output.sequences[:, ids.shape[1] :].tolist() == expected
 
@@ -57,7 +57,7 @@ def test_divided_projections_write_the_same_text(family, monkeypatch):
     asked = []
     monkeypatch.setattr(fused_layers, "linear_parts", lambda x, features, *_: asked.append(features) or 3)
     with MedusaModel(model, heads_for(model), Tree.cartesian([4, 3])) as medusa:
-        medusa.backbone.choose_layers = lambda captured: setattr(medusa.backbone, "fuse", True)
+        medusa.backbone.choose_layers = lambda captured, **_: setattr(medusa.backbone, "fuse", True)
         output = medusa.generate(ids, mask, max_new_tokens=NEW)
     # q, k and v at once, and two more a layer
     assert asked
@@ -72,7 +72,7 @@ def test_norms_of_heads_by_themselves_write_the_same_text(monkeypatch):
     expected = transformers_greedy(model, row, NEW)
     monkeypatch.setattr(fused_layers, "NORMS_IN_ROPE", False)
     with MedusaModel(model, heads_for(model), Tree.cartesian([4, 3])) as medusa:
-        medusa.backbone.choose_layers = lambda captured: setattr(medusa.backbone, "fuse", True)
+        medusa.backbone.choose_layers = lambda captured, **_: setattr(medusa.backbone, "fuse", True)
         assert medusa.generate(row[None], max_new_tokens=NEW).sequences[0, len(row) :].tolist() == expected
 
 

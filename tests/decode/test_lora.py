@@ -65,6 +65,10 @@ def test_adapters_on_every_linear_layer_off_on_and_merged(family):
             assert medusa.backbone.native is not None
         adapted.merge_adapter()
         assert text(medusa) == own_text(adapted) != plain
+        with adapted.disable_adapter():
+            assert text(medusa) == plain
+        adapted.merge_adapter()
+        assert text(medusa) == own_text(adapted) != plain
         adapted.unmerge_adapter()
         assert text(medusa) == own_text(adapted) != plain
     assert all(layer.self_attn is module for layer, module in zip(model.model.layers, modules, strict=True))
@@ -89,6 +93,11 @@ def test_adapters_switched_between_generations(tmp_path):
         adapted.delete_adapter("first")
         adapted.set_adapter("second")
         assert text(medusa) == seen[1]
+        # Nothing notices such a write, by which peft swaps adapters in place too.
+        for module in adapted.modules():
+            if hasattr(module, "lora_B") and "second" in module.lora_B:
+                module.lora_B["second"].weight.data.mul_(-2)
+        assert text(medusa) == own_text(adapted) != seen[1]
 
 
 def test_a_model_wrapped_while_swapped():

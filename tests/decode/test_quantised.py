@@ -541,6 +541,25 @@ def test_weights_are_read_in_place_or_packed_once(name, backend, folder):
         assert_own_text(loaded(name, folder / "base"), row, text, 0)
 
 
+def test_held_weights_have_gradients_and_are_neither_cast_nor_loaded(folder):
+    model = loaded("torchao int4, embedding and lm_head", folder / "base")
+
+    def gradient():
+        x = torch.randn(1, 3, 128, generator=torch.Generator().manual_seed(0), requires_grad=True)
+        model.model.layers[0].mlp(x).square().sum().backward()
+        return x.grad
+
+    own, stored = gradient(), model.state_dict()
+    with MedusaModel(model):
+        torch.testing.assert_close(gradient(), own)
+        with pytest.raises(ValueError, match=r"expected no move or cast while .* got one to torch.bfloat16 on cpu"):
+            model.model.layers[0].mlp.up_proj.bfloat16()
+        with pytest.raises(
+            RuntimeError, match=r"up_proj.weight: expected a model whose layers MedusaModel does not hold"
+        ):
+            model.load_state_dict(stored)
+
+
 def test_a_shared_embedding_stays_whole(folder):
     model = loaded("torchao int4, embedding and lm_head", folder / "base")
     model.model.embed_tokens.weight = model.lm_head.weight
@@ -614,7 +633,7 @@ def test_compressed_weights_that_cannot_be_read_are_refused_whole():
     last.quantization_scheme = copy.deepcopy(last.quantization_scheme)
     last.quantization_scheme.weights.num_bits = 8
     before = dict(model.named_modules())
-    with pytest.raises(ValueError, match="got 8 bits in pack-quantized with a scale per group in down_proj; call the"):
+    with pytest.raises(ValueError, match=r"a scale per group in model\.layers\.1\.mlp\.down_proj; call the"):
         MedusaModel(model)
     assert dict(model.named_modules()) == before
     assert model.ct_decompress_hook.id in model._forward_pre_hooks

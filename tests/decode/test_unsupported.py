@@ -329,7 +329,7 @@ def test_overrides_that_decoding_calls_take_effect(change, monkeypatch, request)
         assert medusa.generate(ROW[None], max_new_tokens=NEW).sequences[0, 6:].tolist() == expected
         # As when steps are captured: layers run from their weights only if the result is the same.
         medusa.backbone.fuse = obstacle(medusa.backbone.decoder) is None
-        monkeypatch.setattr(medusa.backbone, "choose_layers", lambda captured: False)
+        monkeypatch.setattr(medusa.backbone, "choose_layers", lambda captured, **_: False)
         assert medusa.generate(ROW[None], max_new_tokens=NEW).sequences[0, 6:].tolist() == expected
         in_layers = any(name in request.node.name for name in ("layer", "MLP", "norm"))
         assert medusa.backbone.fuse != in_layers

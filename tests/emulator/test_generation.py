@@ -59,7 +59,7 @@ def written(model, tree, rows, **settings):
     """Each row's new tokens and the output, with fused layers."""
     ids, mask = padded(rows)
     with MedusaModel(model, heads_for(model), TREES[tree]) as medusa:
-        medusa.backbone.choose_layers = lambda captured: setattr(medusa.backbone, "fuse", True)
+        medusa.backbone.choose_layers = lambda captured, **_: setattr(medusa.backbone, "fuse", True)
         output = medusa.generate(ids, mask, max_new_tokens=NEW, **settings)
     if tree != "root":
         assert_some_accepted(output)
@@ -215,7 +215,7 @@ def test_overlapped_launches_of_a_step_change_no_bit(machine, family, dtype, hea
         pytest.skip(f"sm_{machine.settings.sm} has no programmatic launches")
     model, rows = model_of(family, dtype, heads), prompts(len(lengths), lengths)
     with MedusaModel(model, heads_for(model), TREES[tree]) as medusa, torch.no_grad():
-        medusa.backbone.choose_layers = lambda captured: setattr(medusa.backbone, "fuse", True)
+        medusa.backbone.choose_layers = lambda captured, **_: setattr(medusa.backbone, "fuse", True)
         step, select = medusa._steps.get(TREES[tree], "eager"), selector()
         limits = Limits([NEW] * len(rows), [0] * len(rows), [VOCAB])
         state = medusa._steps.pool.acquire(Sizes(lengths, NEW), max(lengths) + NEW + 64)

@@ -82,6 +82,7 @@ class Backbone:
 
     def undo(self) -> None:
         """Give the model its own modules back; a second call does nothing."""
+        self.native = None
         self.swap.undo()
         self.linears.undo()
 
@@ -110,7 +111,7 @@ class Backbone:
             raise ValueError(f"base_model: expected torch.float16, torch.bfloat16 or torch.float32, got {self.dtype}")
         unsupported.check(base, self.causal_lm, now)
 
-    def choose_layers(self, captured: bool) -> bool:
+    def choose_layers(self, captured: bool, traced: bool = False) -> bool:
         """Choose how the layers of steps run, and log it once with the reason.
 
         If the ops can read their modules, `fused_layers` runs them: on a CPU in one call of the C++ library (with LoRA
@@ -127,7 +128,12 @@ class Backbone:
             if self.peers.size == 1:
                 why_not = fused_layers.obstacle(self.decoder)
             fuse, how = why_not is None, "fused"
-            if fuse and on_cpu and not fused_layers.has_adapters(self.decoder):
+            adapters = fuse and fused_layers.has_adapters(self.decoder)
+            if adapters and traced:
+                fuse, why_not = False, "LoRA in steps that are traced"
+            elif adapters:
+                fused_layers.refresh_adapters(self.decoder)
+            if fuse and on_cpu and not adapters:
                 why_not = fused_layers.native_obstacle(self.decoder)
                 native = fused_layers.NativeLayers(self.decoder) if why_not is None else None
                 fuse, how = False, "one call of the C++ library"
@@ -144,10 +150,13 @@ class Backbone:
         return True
 
     def runs_quantised_modules(self) -> bool:
-        """Return whether steps call a library's quantised modules, which may get slow at some number of rows."""
+        """Return whether steps call a library's quantised modules, which may get slow at some number of rows.
+
+        `choose_layers` has chosen how they run.
+        """
         weights = (type(weight).__module__ for weight in self.decoder.layers.parameters())
         quantised = any(module.partition(".")[0] != "torch" for module in weights)
-        return quantised and fused_layers.obstacle(self.decoder) is not None
+        return quantised and not self.fuse and self.native is None
 
     @property
     def lm_head(self) -> nn.Module:

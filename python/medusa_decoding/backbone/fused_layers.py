@@ -26,6 +26,7 @@ from medusa_decoding.backbone.attention_swap import DecodeContext, TreeAttention
 from medusa_decoding.backbone.tensor_parallel import is_sharded
 from medusa_decoding.backbone.unsupported import foreign_forward
 from medusa_decoding.linears.adapters import base_of, read_adapters
+from medusa_decoding.linears.adapters import has_adapters as linears_have_adapters
 from medusa_decoding.linears.reading import is_hooked, read
 from medusa_kernels import (
     LayerWeights,
@@ -88,6 +89,7 @@ def obstacle(decoder: Any) -> str | None:
                 return f"layer {index} has projections side by side that are quantised differently"
         classes.update(map(type, (*norms, layer, mlp, mlp.act_fn)))
         classes.update({nn.Linear}.intersection(map(type, map(base_of, linears))))
+        classes.update(type(linear) for linear in linears if base_of(linear) is not linear)
     for cls in classes:
         other = foreign_forward(cls)
         if other is not None:
@@ -120,8 +122,15 @@ def native_obstacle(decoder: Any) -> str | None:
 
 def has_adapters(decoder: Any) -> bool:
     """Return whether a decoder that has no `obstacle` has active adapters that are not merged."""
-    dtype = decoder.norm.weight.dtype
-    return any(read_adapters([linear], dtype) for layer in decoder.layers for linear in _linears(layer))
+    return any(linears_have_adapters(_linears(layer)) for layer in decoder.layers)
+
+
+def refresh_adapters(decoder: Any) -> None:
+    """Read the weights of all adapters again."""
+    for layer in decoder.layers:
+        q, k, v, o, gate, up, down = _linears(layer)
+        for group in ([q, k, v], [o], [gate, up], [down]):
+            read_adapters(group, decoder.norm.weight.dtype, anew=True)
 
 
 def forward(decoder: Any, hidden: torch.Tensor, context: DecodeContext) -> torch.Tensor:

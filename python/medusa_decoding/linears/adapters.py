@@ -44,6 +44,8 @@ def _is_lora(linear: Any) -> bool:
     lora = type(linear).__module__.startswith("peft.tuners.lora.") and hasattr(linear, "lora_A")
     if not lora or linear.training or is_hooked(linear) or getattr(linear, "fan_in_fan_out", False):
         return False
+    if linear.disable_adapters and linear.merged:  # its own forward takes the adapters out of the weight again
+        return False
     if set(getattr(linear, "lora_variant", ())).intersection(linear.active_adapters) and _is_added(linear):
         return False
     return all(
@@ -64,25 +66,57 @@ def _active(linear: Any) -> list[str]:
     return [name for name in linear.active_adapters if name in linear.lora_A]
 
 
-_made: weakref.WeakKeyDictionary[nn.Module, tuple[object, Adapters]] = weakref.WeakKeyDictionary()
+def has_adapters(linears: Sequence[Any]) -> bool:
+    """Return whether one of the modules adds an adapter to its base's result."""
+    return any(map(_active, linears))
+
+
+_Part = tuple[Tensor, int, Tensor, int, float]
+"""An adapter's two weights with their versions, and its factor."""
+
+
+class _Made(NamedTuple):
+    dtype: torch.dtype
+    parts: list[list[_Part]]
+    adapters: Adapters
+
+    def of(self, dtype: torch.dtype, parts: list[list[_Part]]) -> bool:
+        if dtype != self.dtype or list(map(len, parts)) != list(map(len, self.parts)):
+            return False
+        pairs = [pair for one, other in zip(parts, self.parts, strict=True) for pair in zip(one, other, strict=True)]
+        # The tensors are held, so that no other one can be at their address.
+        return all(a[0] is b[0] and a[2] is b[2] and (a[1], *a[3:]) == (b[1], *b[3:]) for a, b in pairs)
+
+
+_made: weakref.WeakKeyDictionary[nn.Module, dict[int, _Made]] = weakref.WeakKeyDictionary()
+"""By the first module and the number of modules, which say what the others are."""
 
 
 @torch.no_grad()
-def read_adapters(linears: Sequence[Any], dtype: torch.dtype) -> Adapters | None:
+def read_adapters(linears: Sequence[Any], dtype: torch.dtype, *, anew: bool = False) -> Adapters | None:
     """Return the adapters of modules with one input, in the dtype of the activations; None if they have none.
 
-    The result is made again only if an adapter was replaced, written to, scaled or switched.
+    The result is made again only if an adapter was replaced, written to, scaled or switched. With `anew` it is also
+    written again, in place, since a write to `weight.data` cannot be noticed.
     """
-    active = [[(m.lora_A[n].weight, m.lora_B[n].weight, m.scaling[n]) for n in _active(m)] for m in linears]
-    if not any(active):
+    parts = [
+        [(a, version(a), b, version(b), m.scaling[name]) for name in _active(m)
+         for a, b in [(m.lora_A[name].weight, m.lora_B[name].weight)]]
+        for m in linears
+    ]  # fmt: skip
+    if not any(parts):
         return None
-    key = dtype, [[(a.data_ptr(), version(a), b.data_ptr(), version(b), s) for a, b, s in one] for one in active]
-    known = _made.get(linears[0])
-    if known is not None and known[0] == key:
-        return known[1]
-    down = torch.cat([a for one in active for a, _, _ in one]).to(dtype)
-    ups = [torch.cat([b * s for _, b, s in one], 1) if one else down.new_zeros(m.out_features, 0)
-           for m, one in zip(linears, active, strict=True)]  # fmt: skip
+    known = _made.setdefault(linears[0], {}).get(len(linears))
+    same = known is not None and known.of(dtype, parts)
+    if known is not None and same and not anew:
+        return known.adapters
+    down = torch.cat([a for one in parts for a, _, _, _, _ in one]).to(dtype)
+    ups = [torch.cat([b * factor for _, _, b, _, factor in one], 1) if one else down.new_zeros(m.out_features, 0)
+           for m, one in zip(linears, parts, strict=True)]  # fmt: skip
     found = Adapters(down, torch.block_diag(*ups).to(dtype))
-    _made[linears[0]] = key, found
+    if known is not None and same:  # a captured step knows the addresses
+        for old, new in zip(known.adapters, found, strict=True):
+            old.copy_(new)
+        return known.adapters
+    _made[linears[0]][len(linears)] = _Made(dtype, parts, found)
     return found

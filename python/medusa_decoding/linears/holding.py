@@ -48,13 +48,13 @@ class _Held:
                 if isinstance(found, str):
                     raise ValueError(
                         f"base_model: expected compressed weights of 4 or 8 bits and plain activations, got {found} in "
-                        f"{name}; call the model once, which decompresses it"
+                        f"{_path(causal, module)}; call the model once, which decompresses it"
                     )
             elif (found := None if "base_layer" in name else _int4_of_torchao(module)) is not None:
                 taken = TakenNumbers(module.weight) if stored[_address(module)] == 1 else None
             if isinstance(found, Projection):
                 packed = PackedLinear(found, original=module, taken=taken).train(module.training)
-                self.undo.append(functools.partial(_put_back, parent, packed))
+                self.undo.append(functools.partial(_put_back, causal, packed))
                 parent._modules[name] = packed
                 if taken is not None:
                     taken.free()
@@ -71,10 +71,17 @@ class _Held:
             self.undo.pop()()
 
 
-def _put_back(parent: nn.Module, packed: PackedLinear) -> None:
-    for name, module in parent._modules.items():
-        if module is packed:  # a wrapper put there since stays
-            parent._modules[name] = packed.given_back()
+def _path(causal: nn.Module, module: nn.Module) -> str:
+    return next(name for name, one in causal.named_modules() if one is module)
+
+
+def _put_back(causal: nn.Module, packed: PackedLinear) -> None:
+    """Replace a module wherever it is by now: a wrapper that was put around it since stays."""
+    original = packed.given_back()
+    for parent in list(causal.modules()):
+        for name, module in parent._modules.items():
+            if module is packed:
+                parent._modules[name] = original
 
 
 def _address(module: Any) -> int:

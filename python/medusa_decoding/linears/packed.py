@@ -53,6 +53,9 @@ class PackedLinear(nn.Linear):
         """Return `x W^T + b`, [..., N], from x [..., K]."""
         if self.order is not None:
             x = x[..., self.order]
+        if torch.is_grad_enabled() and x.requires_grad:  # the op has no gradient
+            weight = quantised.dequantised(self.weight, self.scale, self.zero, self.codes).to(x.dtype)
+            return nn.functional.linear(x, weight, None if self.bias is None else self.bias.to(x.dtype))
         bias = None if self.bias is None else [self.bias.to(x.dtype)]
         zeros = None if self.zero is None else [self.zero]
         return decode_linear(x, [self.weight], bias, scales=[self.scale], zeros=zeros, codes=self.codes)
@@ -84,9 +87,22 @@ class PackedLinear(nn.Linear):
         if self.taken is not None:
             destination[prefix + "weight"] = self.taken.whole(self.weight)
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        if self.original is None:
+            super()._load_from_state_dict(state_dict, prefix, *rest)
+            return
+        *_, error_msgs = rest
+        error_msgs.append(f"{prefix}weight: expected a model whose layers MedusaModel does not hold; call undo() first")
+
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
         # A model's dtype is that of its activations; scales stay in fp32.
         scale = self.scale
+        probe = fn(scale.new_empty(0))
+        if self.original is not None and (probe.dtype, probe.device) != (scale.dtype, scale.device):
+            raise ValueError(
+                f"model: expected no move or cast while MedusaModel holds its quantised layers, got one to "
+                f"{probe.dtype} on {probe.device}; call undo() before it"
+            )
         super()._apply(fn, recurse)
         if self.scale.dtype != scale.dtype:
             self.scale = scale.to(self.scale.device)

@@ -118,10 +118,17 @@ def _torchao(linear: Any) -> Projection | str:
     if weight.act_quant_kwargs is not None or getattr(weight, "act_pre_scale", None) is not None:
         return f"{_weight_of(linear)} whose inputs are quantised or scaled too"
     by_row = list(weight.block_size) == [1, stored.shape[1]] and scale.numel() == len(stored)
-    if not by_row or not stored.is_contiguous() or (zero is not None and bool(zero.any())):
-        return f"{_weight_of(linear)} that has more than one scale per row, or zero points"
-    make = lambda: Projection(stored, linear.bias, scale.reshape(-1).float().contiguous())  # noqa: E731
-    return _once(linear, (stored, scale), make)
+    other = f"{_weight_of(linear)} that has more than one scale per row, or zero points"
+    if not by_row or not stored.is_contiguous():
+        return other
+
+    def make() -> Projection | str:
+        # Read by the host, which a step that is captured must not be.
+        if zero is not None and bool(zero.any()):
+            return other
+        return Projection(stored, linear.bias, scale.reshape(-1).float().contiguous())
+
+    return _once(linear, (stored, scale, zero), make)
 
 
 def is_hooked(module: nn.Module) -> bool:

@@ -83,7 +83,7 @@ class Steps:
             if model != self._made_for:
                 self.clear()
                 self._made_for = model
-        if self.backbone.choose_layers(captured=backend == "graph"):
+        if self.backbone.choose_layers(captured=backend == "graph", traced=backend == "compiled"):
             stale = "compiled" if self.backbone.device.type == "cpu" else "graph"
             for key in [key for key in self._made if key[1] == stale]:
                 self._drop(key)
