@@ -150,13 +150,11 @@ class Backbone:
         return True
 
     def runs_quantised_modules(self) -> bool:
-        """Return whether steps call a library's quantised modules, which may get slow at some number of rows.
-
-        `choose_layers` has chosen how they run.
-        """
+        """Return whether steps call a library's quantised modules, which may get slow at some number of rows."""
         weights = (type(weight).__module__ for weight in self.decoder.layers.parameters())
         quantised = any(module.partition(".")[0] != "torch" for module in weights)
-        return quantised and not self.fuse and self.native is None
+        obstacle = fused_layers.native_obstacle if self.device.type == "cpu" else fused_layers.obstacle
+        return quantised and obstacle(self.decoder) is not None
 
     @property
     def lm_head(self) -> nn.Module:
