@@ -99,9 +99,9 @@ def plain(case: Case) -> Tensor:
 
 
 def largest(case: Case) -> float:
-    """The largest sum of absolute terms of an element (gated: product of two such sums)."""
+    """The largest sum of absolute terms of an element; gated twice the product of two, each of which is rounded."""
     magnitudes = products(cast(case, torch.float64, absolute=True))
-    total = magnitudes[0] * magnitudes[1] if case["gate"] else torch.cat(magnitudes, -1)
+    total = 2 * magnitudes[0] * magnitudes[1] if case["gate"] else torch.cat(magnitudes, -1)
     return total.max().item()
 
 
