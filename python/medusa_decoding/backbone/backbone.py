@@ -134,7 +134,7 @@ class Backbone:
             elif adapters:
                 fused_layers.refresh_adapters(self.decoder)
             if fuse and on_cpu and not adapters:
-                why_not = fused_layers.native_obstacle(self.decoder)
+                why_not = fused_layers.native_limit(self.decoder)
                 native = fused_layers.NativeLayers(self.decoder) if why_not is None else None
                 fuse, how = False, "one call of the C++ library"
             said = f"layers: module by module ({why_not})"

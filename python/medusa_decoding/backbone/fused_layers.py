@@ -100,8 +100,11 @@ def obstacle(decoder: Any) -> str | None:
 def native_obstacle(decoder: Any) -> str | None:
     """Return what prevents running a decoder on a CPU as `NativeLayers`, or None."""
     found = obstacle(decoder)
-    if found is not None:
-        return found
+    return native_limit(decoder) if found is None else found
+
+
+def native_limit(decoder: Any) -> str | None:
+    """Return what prevents running a decoder that has no `obstacle` as `NativeLayers`, or None."""
     if has_adapters(decoder):
         return "LoRA adapters that are not merged"
     served = served_by("decoder_layers", "cpu")
