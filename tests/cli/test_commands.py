@@ -96,7 +96,7 @@ def test_doctor_reports_every_op(capsys):
 
 
 def test_doctor_says_how_a_models_layers_run(capsys, monkeypatch):
-    monkeypatch.setattr(fused_layers, "native_obstacle", lambda decoder: "layer 0 has a wooden leg")
+    monkeypatch.setattr(fused_layers, "obstacle", lambda decoder: "layer 0 has a wooden leg")
     report = run_json(capsys, "doctor", "--model", str(CHECKPOINT / "heads"))
     assert report["layers"] == "layers: module by module (layer 0 has a wooden leg)"
 
