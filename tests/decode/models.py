@@ -1,6 +1,7 @@
-"""Tiny random models of the four families with fixed seeds, and heads for them."""
+"""Tiny random models of all families with fixed seeds, and heads for them."""
 
 import torch
+import transformers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -20,6 +21,27 @@ FAMILIES = {
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
 }
+_KINDS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "num_hidden_layers": 3}
+_SHORT = {"sliding_window": 5} | _KINDS
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_SHARED = {"shared_expert_intermediate_size": 24, "mlp_only_layers": [1]}
+# Families beside the four: the names of their classes, and settings that make every kind of layer they have.
+MORE_FAMILIES = {
+    "ministral": ("Ministral", _SHORT),
+    "smollm3": ("SmolLM3", {"no_rope_layers": [1, 0, 1], "use_sliding_window": True} | _SHORT),
+    "phi3": ("Phi3", {"sliding_window": 5}),
+    "phi4": ("Phi3", {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
+    "granite": ("Granite", {"embedding_multiplier": 1.5, "residual_multiplier": 0.7, "attention_multiplier": 0.2,
+                            "logits_scaling": 3.0}),
+    "olmo2": ("Olmo2", {}),
+    "olmo3": ("Olmo3", _SHORT),
+    "gemma2": ("Gemma2", {"query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
+               | _SHORT),
+    "gemma3": ("Gemma3", {"query_pre_attn_scalar": 2, "final_logit_softcapping": 3.0} | _SHORT),
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": 5}),
+    "qwen2_moe": ("Qwen2Moe", _EXPERTS | _SHARED),
+    "qwen3_moe": ("Qwen3Moe", _EXPERTS | {"mlp_only_layers": [1]}),
+}  # fmt: skip
 # A vocabulary so small that random heads are often right, and in which id 0 is an ordinary token.
 VOCAB = 11
 
@@ -40,8 +62,15 @@ def tiny(family="llama", *, seed=0, dtype=torch.float32, **overrides):
         "eos_token_id": None,
         "pad_token_id": None,
         "initializer_range": 0.4,
-    } | overrides
-    config_class, model_class = FAMILIES[family]
+    }
+    if family in FAMILIES:
+        config_class, model_class = FAMILIES[family]
+    else:
+        name, own = MORE_FAMILIES[family]
+        settings |= own
+        model_class = getattr(transformers, f"{name}ForCausalLM")
+        config_class = model_class.config_class
+    settings |= overrides
     torch.manual_seed(seed)
     model = model_class(config_class(**settings)).to(dtype).eval()
     model.generation_config.pad_token_id = 0

@@ -1,4 +1,4 @@
-"""Swap the attention modules of a loaded Llama-family model for tree attention, and back.
+"""Swap the attention modules of a loaded model for tree attention, and back.
 
 The swapped module shares the original's submodule table, so quantised and LoRA-wrapped layers keep working and
 `state_dict` does not change. With a `DecodeContext` it appends to a `TreeCache` and attends through the project's ops;
@@ -17,16 +17,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.models.llama.modeling_llama import LlamaAttention
-from transformers.models.mistral.modeling_mistral import MistralAttention
-from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
-from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention
 
+from medusa_decoding.backbone.families import FAMILIES, Family, family_of
 from medusa_decoding.backbone.kv_cache import TreeCache
 from medusa_decoding.backbone.prefill_attention import prefill_attention
+from medusa_decoding.backbone.rope import halves, rotary_width
 from medusa_kernels import rope_append, tree_attention
-
-SUPPORTED = (LlamaAttention, MistralAttention, Qwen2Attention, Qwen3Attention)
 
 
 @dataclass
@@ -49,9 +45,19 @@ class DecodeContext:
 
 
 class TreeAttention(nn.Module):
-    """Replaces one attention module and shares its parameters, submodules and attributes."""
+    """Replaces one attention module and shares its parameters, submodules and attributes.
 
-    def __init__(self, original: nn.Module) -> None:
+    Attributes:
+        original: the module.
+        family: what its family does otherwise than Llama.
+        users: how many swaps have it.
+        window: its sliding window in positions, or None.
+        table: which of the cache's rotary tables it has, None if there is one for all.
+        softcap: what its scores are capped by, or None.
+        halves: for a rotary embedding of a part of each head, the order in which that is two halves of the head.
+    """
+
+    def __init__(self, original: Any) -> None:
         super().__init__()
         # The tables themselves are shared: whatever is set on one module (an adapter, a quantised layer) is set on
         # both, and names in state_dict stay the same. nn.Module must not register the original as a submodule.
@@ -61,7 +67,13 @@ class TreeAttention(nn.Module):
         self.__dict__["original"] = original
         self.training = original.training
         self.users = 0
-        self.window = sliding_window(original)
+        family = family_of(original)
+        assert family is not None, "check_layers comes before"
+        self.family: Family = family
+        self.window = family.window_of(original)
+        self.table = family.table_of(original)
+        self.softcap: float | None = None if family.softcap is None else getattr(original, family.softcap)
+        self.halves = halves(rotary_width(original.config, original.head_dim), original.head_dim)
 
     def __getattr__(self, name: str) -> Any:
         """Get attributes that this class does not define (layer_type, is_causal, ..) from the original."""
@@ -88,33 +100,52 @@ class TreeAttention(nn.Module):
         """
         if medusa_context is None:
             return self.original(hidden_states, *args, **kwargs)
-        heads = (*hidden_states.shape[:2], -1, self.original.head_dim)
-        q, k, v = (module(hidden_states).view(heads) for module in (self.q_proj, self.k_proj, self.v_proj))
-        if "q_norm" in self._modules:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return self.o_proj(self.attend(q, k, v, medusa_context)), None
+        projected = [getattr(self, name)(hidden_states) for name in self.family.qkv]
+        return self.o_proj(self.attend(*self.normed(*self.split(*projected)), medusa_context)), None
 
     def append(self, hidden_states: torch.Tensor, context: DecodeContext) -> None:
         """Append the keys and values of normed hidden states [B, N, H] to the cache, without queries."""
-        heads = (*hidden_states.shape[:2], -1, self.original.head_dim)
-        k, v = (module(hidden_states).view(heads) for module in (self.k_proj, self.v_proj))
-        if "k_norm" in self._modules:
-            k = self.k_norm(k)
+        if len(self.family.qkv) == 3:
+            k, v = (self.heads(getattr(self, name)(hidden_states)) for name in self.family.qkv[1:])
+        else:
+            _, k, v = self.split(getattr(self, self.family.qkv[0])(hidden_states))
+        _, k, v = self.normed(None, k, v)
         cache = context.cache
         unused = k[:, :, :1]  # the op also rotates queries
+        k = k if self.halves is None else k[..., self.halves]
         layer = cache.layer(self.original.layer_idx)
-        rope_append(unused, k, v, cache.cos, cache.sin, *layer, cache.lengths, context.depths, slots=cache.slots)
+        tables = cache.tables_of(self.table)
+        rope_append(unused, k, v, *tables, *layer, cache.lengths, context.depths, slots=cache.slots)
 
-    def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """View the three projections' joint output [.., B, N, (Hq + 2 Hkv) D] as q, k and v, each [.., B, N, heads, D].
+    def heads(self, x: torch.Tensor) -> torch.Tensor:
+        """View a projection's output [.., heads * D] as [.., heads, D]."""
+        return x.view(*x.shape[:-1], -1, self.original.head_dim)
 
-        The output decides the number of heads: in a tensor parallel model it is smaller than the config's.
+    def split(self, *projected: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """View the three projections' outputs, or their joint one, as q, k and v, each [.., B, N, heads, D].
+
+        The joint output, [.., B, N, (Hq + 2 Hkv) D], decides the number of heads: in a tensor parallel model it is
+        smaller than the config's.
         """
-        heads = qkv.view(*qkv.shape[:-1], -1, self.original.head_dim)
+        if len(projected) == 3:
+            q, k, v = map(self.heads, projected)
+            return q, k, v
+        heads = self.heads(projected[0])
         groups = self.original.num_key_value_groups
         kv_heads = heads.shape[-2] // (groups + 2)
         q, k, v = heads.split([groups * kv_heads, kv_heads, kv_heads], dim=-2)
         return q, k, v
+
+    def normed(
+        self, q: torch.Tensor | None, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Norm q and k [B, N, heads, D] if the family does that; without q, k takes its place in the result."""
+        if self.family.normed is None:
+            return k if q is None else q, k, v
+        joint = self.family.normed == "projections"
+        norms = [(k if q is None else q, self.q_norm), (k, self.k_norm)]
+        done = [norm(x.flatten(-2)).view_as(x) if joint else norm(x) for x, norm in norms[q is None :]]
+        return done[0], done[-1], v
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: DecodeContext, *, norm_heads: bool = False
@@ -129,9 +160,12 @@ class TreeAttention(nn.Module):
         options: dict[str, Any] = {"slots": cache.slots}
         if norm_heads:
             options |= {"q_norm": self.q_norm.weight, "k_norm": self.k_norm.weight, "eps": self.q_norm.variance_epsilon}
+        if self.halves is not None:
+            q, k = q[..., self.halves], k[..., self.halves]
         k_cache, v_cache = cache.layer(self.original.layer_idx)
-        q = rope_append(q, k, v, cache.cos, cache.sin, k_cache, v_cache, cache.lengths, context.depths, **options)
-        settings: dict[str, Any] = {"scale": self.original.scaling, "window": self.window}
+        tables = cache.tables_of(self.table)
+        q = rope_append(q, k, v, *tables, k_cache, v_cache, cache.lengths, context.depths, **options)
+        settings: dict[str, Any] = {"scale": self.original.scaling, "window": self.window, "softcap": self.softcap}
         if context.ancestors is None:
             out = prefill_attention(q, k_cache, v_cache, cache.lengths, context.offset, places=cache.places, **settings)
         else:
@@ -142,13 +176,6 @@ class TreeAttention(nn.Module):
 
 def _identity(module: nn.Module) -> nn.Module:
     return module
-
-
-def sliding_window(attention: nn.Module) -> int | None:
-    """Return a layer's sliding window in positions, or None: Mistral's from its config, Qwen's from the layer."""
-    if isinstance(attention, MistralAttention):
-        return getattr(attention.config, "sliding_window", None)
-    return getattr(attention, "sliding_window", None)
 
 
 class AttentionSwap(contextlib.AbstractContextManager["AttentionSwap"]):
@@ -193,7 +220,7 @@ class AttentionSwap(contextlib.AbstractContextManager["AttentionSwap"]):
                     f"layer {index}: expected the attention as swapped, got {type(layer.self_attn).__name__} in its "
                     "place; undo, then swap again"
                 )
-            window = sliding_window(swapped.original)
+            window = swapped.family.window_of(swapped.original)
             if window != swapped.window:
                 raise ValueError(
                     f"layer {index}: expected the sliding window as swapped, {swapped.window}, got {window}; undo, "
@@ -240,8 +267,8 @@ def check_layers(layers: Iterable[Any]) -> None:
         if "self_attn" not in getattr(layer, "_orig_mod", layer)._modules:  # _orig_mod: torch.compile's
             raise ValueError(f"layer {index}: expected a decoder layer itself, got one within {type(layer).__name__}")
         attention = layer.self_attn
-        if not isinstance(attention, TreeAttention) and type(attention) not in SUPPORTED:
-            names = ", ".join(cls.__name__ for cls in SUPPORTED)
+        if not isinstance(attention, TreeAttention) and family_of(attention) is None:
+            names = ", ".join(family.prefix for family in FAMILIES)
             raise ValueError(f"layer {index}: expected an attention of {names}, got {type(attention).__name__}")
 
 
@@ -254,7 +281,7 @@ def _swap(layer: Any, before: TreeAttention | None) -> Any:
     """Swap a layer's attention if it is not swapped yet, count one more user, and return the layer."""
     if not isinstance(layer.self_attn, TreeAttention):
         original = layer.self_attn
-        if before is None or before.original is not original or before.window != sliding_window(original):
+        if before is None or before.original is not original or before.window != before.family.window_of(original):
             before = TreeAttention(original)
         before.training = original.training
         layer.self_attn = before

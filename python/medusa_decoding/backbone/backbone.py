@@ -14,8 +14,9 @@ from torch import nn
 
 from medusa_decoding.backbone import fused_layers, unsupported
 from medusa_decoding.backbone.attention_swap import AttentionSwap, DecodeContext, check_layers
+from medusa_decoding.backbone.families import family_of
 from medusa_decoding.backbone.generation_lock import lock_of
-from medusa_decoding.backbone.rope import rope_tables
+from medusa_decoding.backbone.rope import rotary_width, tables_of_layers, widened
 from medusa_decoding.backbone.tensor_parallel import Peers, Sharded, local_kv_heads
 from medusa_decoding.linears.holding import LinearHold
 from medusa_decoding.linears.reading import is_hooked
@@ -28,7 +29,7 @@ NATIVE_PREFILL = 128
 
 
 class Backbone:
-    """A causal language model of the Llama family with its attention modules swapped.
+    """A causal language model of one of the families, Llama's or like it, with its attention modules swapped.
 
     Args:
         base: the model as loaded by transformers (tensor parallel or not), or wrapped by peft.
@@ -36,6 +37,7 @@ class Backbone:
     Attributes:
         causal_lm: the causal language model, without peft's wrapper.
         decoder: its decoder, `causal_lm.model`: embedding, layers and final norm.
+        family: what its layers do otherwise than Llama's.
         linears: keeps quantised linear modules readable, see `LinearHold`.
         peers: the processes that the model is sharded over.
         kv_heads: KV heads per layer in this process; all of them unless the model is tensor parallel.
@@ -46,8 +48,8 @@ class Backbone:
         native: the layers as the C++ library runs them for a tree pass, in one call, or None.
 
     Raises:
-        ValueError: not a Llama, Mistral, Qwen2 or Qwen3 causal language model, one that a single process spreads over
-            several devices, one not sharded by whole heads, or one that decoding cannot reproduce (see `unsupported`).
+        ValueError: not a causal language model of `families.FAMILIES`, one that a single process spreads over several
+            devices, one not sharded by whole heads, or one that decoding cannot reproduce (see `unsupported`).
             The model is left unchanged.
     """
 
@@ -65,6 +67,10 @@ class Backbone:
         self.decoder = decoder
         self.config: Any = causal.config
         check_layers(decoder.layers)
+        attention = decoder.layers[0].self_attn
+        family = family_of(getattr(attention, "original", attention))
+        assert family is not None, "check_layers has refused it"
+        self.family = family
         self.linears = LinearHold(causal)
         try:
             self.check(base, now=False)
@@ -114,9 +120,9 @@ class Backbone:
     def choose_layers(self, captured: bool, traced: bool = False) -> bool:
         """Choose how the layers of steps run, and log it once with the reason.
 
-        If the ops can read their modules, `fused_layers` runs them: on a CPU in one call of the C++ library (with LoRA
-        in some calls for each layer), on CUDA in captured steps. Otherwise, or if the model is tensor parallel, they
-        run module by module.
+        If the ops can read their modules, `fused_layers` runs them: on a CPU in one call of the C++ library (with LoRA,
+        or where rotary embeddings need it, in some calls for each layer), on CUDA in captured steps. Otherwise, or if
+        the model is tensor parallel, they run module by module.
 
         Returns:
             Whether that has changed, so that steps compiled or captured before are no longer right.
@@ -133,7 +139,7 @@ class Backbone:
                 fuse, why_not = False, "LoRA in steps that are traced"
             elif adapters:
                 fused_layers.refresh_adapters(self.decoder)
-            if fuse and on_cpu and not adapters:
+            if fuse and on_cpu and fused_layers.apart_limit(self.decoder) is None:
                 why_not = fused_layers.native_limit(self.decoder)
                 native = fused_layers.NativeLayers(self.decoder) if why_not is None else None
                 fuse, how = False, "one call of the C++ library"
@@ -158,8 +164,11 @@ class Backbone:
 
     @property
     def lm_head(self) -> nn.Module:
-        """The current `lm_head`, including an adapter that wraps it; see `Sharded` if it is sharded."""
-        return Sharded.of(self.causal_lm.lm_head)
+        """The current `lm_head`, including an adapter that wraps it and what the family does to its logits.
+
+        See `Sharded` if it is sharded.
+        """
+        return self.family.logits(Sharded.of(self.causal_lm.lm_head), self.config)
 
     @property
     def embed_tokens(self) -> nn.Module:
@@ -212,8 +221,15 @@ class Backbone:
         return (len(self.decoder.layers), 2, batch, self.kv_heads, capacity, width)
 
     def rope(self, prompt_lengths: list[int], capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return rotary tables by position for prompts of these lengths, see `rope_tables`."""
-        return rope_tables(self.decoder.rotary_emb, prompt_lengths, capacity, self.dtype, self.device)
+        """Return rotary tables by position for prompts of these lengths, see `rope.tables_of_layers`."""
+        names, rotary = self.family.tables(self.config), self.decoder.rotary_emb
+        tables = tables_of_layers(rotary, names, prompt_lengths, capacity, self.dtype, self.device)
+        width = tables[0].shape[-1]
+        if width != rotary_width(self.config, self.head_dim):
+            raise ValueError(
+                f"rope: expected tables for {rotary_width(self.config, self.head_dim)} numbers, got {width}"
+            )
+        return tables if width == self.head_dim else widened(tables, self.head_dim)
 
     @property
     def can_hold_last(self) -> bool:
@@ -225,7 +241,8 @@ class Backbone:
         return (
             self.device.type == "cpu"
             and not self.fuse
-            and type(layer) in fused_layers.LAYERS
+            and self.family.has(layer, "DecoderLayer")
+            and self.family.norms != "after"
             and unsupported.foreign_forward(type(layer)) is None
             and not any(is_hooked(module) for module in layer.modules())
         )
@@ -250,6 +267,8 @@ class Backbone:
         With `context.hold_last` the last layer only appends, and the result is its input, for `finish`.
         """
         hidden = self.embed_tokens(tokens)
+        if self.family.embedding is not None:
+            hidden = hidden * getattr(self.decoder, self.family.embedding)
         if self.native is not None and context.ancestors is not None:
             return self.native(hidden, context)
         if self.fuse:

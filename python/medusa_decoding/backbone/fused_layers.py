@@ -7,22 +7,21 @@ rounded. So products are rounded once, where the modules round twice: 16-bit res
 results hardly at all. Where a projection is too narrow to fill the GPU, its columns are divided (`linear_parts`), and
 the kernel that follows anyway adds the parts up: the norm, or the rotary embedding. LoRA adapters that are not merged
 are two thin products more, the second of which is added before the first one is rounded; with them `forward` runs the
-layers on a CPU too. `obstacle` and `native_obstacle` return what prevents running this way.
+layers on a CPU too, as with rotary embeddings that differ by layer or rotate a part of each head. `obstacle` and
+`native_obstacle` return what prevents running this way.
 """
 
 from __future__ import annotations
 
+from itertools import repeat
 from typing import Any
 
 import torch
 from torch import nn
 from transformers.activations import ACT2FN
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP, LlamaRMSNorm
-from transformers.models.mistral.modeling_mistral import MistralDecoderLayer, MistralMLP, MistralRMSNorm
-from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2MLP, Qwen2RMSNorm
-from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3MLP, Qwen3RMSNorm
 
 from medusa_decoding.backbone.attention_swap import DecodeContext, TreeAttention
+from medusa_decoding.backbone.families import Family
 from medusa_decoding.backbone.tensor_parallel import is_sharded
 from medusa_decoding.backbone.unsupported import foreign_forward
 from medusa_decoding.linears.adapters import base_of, read_adapters
@@ -43,11 +42,7 @@ from medusa_kernels import (
 NORMS_IN_ROPE = True
 """Whether the norms of heads (Qwen3) are part of `rope_append`, instead of two launches of their own."""
 
-# Layers that norm their input by `input_layernorm`, attend to that, and do everything else token by token.
-LAYERS = (LlamaDecoderLayer, MistralDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
-_MLPS = (LlamaMLP, MistralMLP, Qwen2MLP, Qwen3MLP)
 _SILU = (nn.SiLU, type(ACT2FN["silu"]))
-_NORMS = (LlamaRMSNorm, MistralRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
 
 
 def obstacle(decoder: Any) -> str | None:
@@ -55,39 +50,48 @@ def obstacle(decoder: Any) -> str | None:
     dtype = decoder.norm.weight.dtype
     if any(is_sharded(parameter) for parameter in decoder.parameters()):
         return "the model is tensor parallel: its projections exchange with other processes"
-    if type(decoder.norm) not in _NORMS or is_hooked(decoder.norm):
+    for index, layer in enumerate(decoder.layers):
+        if not isinstance(layer.self_attn, TreeAttention):
+            return f"layer {index} has a {type(layer.self_attn).__name__} as its attention"
+    family: Family = decoder.layers[0].self_attn.family
+    if family.unlike is not None:
+        return f"{family.prefix}: {family.unlike}"
+    if not family.has(decoder.norm, "RMSNorm") or is_hooked(decoder.norm):
         return f"the final norm is not a plain RMSNorm: {type(decoder.norm).__name__}"
     if not decoder.norm.weight.is_contiguous():
         return "the final norm's weight is not contiguous"
     classes: set[type[nn.Module]] = {type(decoder.norm)}
     for index, layer in enumerate(decoder.layers):
         attention, mlp = layer.self_attn, layer.mlp
-        if type(layer) not in LAYERS or type(mlp) not in _MLPS or not isinstance(attention, TreeAttention):
+        if not family.has(layer, "DecoderLayer") or not family.has(mlp, "MLP"):
             return f"layer {index} is a {type(layer).__name__} with a {type(mlp).__name__}"
-        linears = _linears(layer)
-        if type(mlp.act_fn) not in _SILU:
-            return f"layer {index} has the activation {type(mlp.act_fn).__name__}, not SiLU"
+        groups, activation = _groups(layer), getattr(mlp, family.activation)
+        linears = [module for group in groups for module in group]
+        if type(activation) not in _SILU:
+            return f"layer {index} has the activation {type(activation).__name__}, not SiLU"
         norms = [layer.input_layernorm, layer.post_attention_layernorm]
-        norms += [attention.q_norm, attention.k_norm] if hasattr(attention, "q_norm") else []
-        for module in (*norms, layer, mlp, mlp.act_fn, attention):
+        norms += [attention.q_norm, attention.k_norm] if family.normed else []
+        for module in (layer, activation, *layer.children()):
             if is_hooked(module):
                 return f"layer {index} has forward hooks on its {type(module).__name__}"
         for norm in norms:
-            if type(norm) not in _NORMS:
+            if not family.has(norm, "RMSNorm"):
                 return f"layer {index} has a {type(norm).__module__}.{type(norm).__name__}"
+            if is_hooked(norm):
+                return f"layer {index} has forward hooks on its {type(norm).__name__}"
             if norm.weight.dtype != dtype or not norm.weight.is_contiguous():
                 return f"layer {index} has a norm of another dtype or layout than the final one"
-        found = [read(base_of(module)) for module in linears]
-        for one in found:
-            if isinstance(one, str):
-                return f"layer {index} has {one}"
-            plain = [one.bias, *([one.weight] if one.scale is None else [])]
-            if any(t is not None and (t.dtype != dtype or not t.is_contiguous()) for t in plain):
-                return f"layer {index} has a weight or bias of another dtype or layout than the norms'"
-        for group in (found[:3], found[4:6]):
-            if len({one.form for one in group if not isinstance(one, str)}) > 1:
+        for group in groups:
+            found = [read(base_of(module)) for module in group]
+            for one in found:
+                if isinstance(one, str):
+                    return f"layer {index} has {one}"
+                plain = [one.bias, *([one.weight] if one.scale is None else [])]
+                if any(t is not None and (t.dtype != dtype or not t.is_contiguous()) for t in plain):
+                    return f"layer {index} has a weight or bias of another dtype or layout than the norms'"
+            if len({one.form for one in found if not isinstance(one, str)}) > 1:
                 return f"layer {index} has projections side by side that are quantised differently"
-        classes.update(map(type, (*norms, layer, mlp, mlp.act_fn)))
+        classes.update(map(type, (*norms, layer, mlp, activation)))
         classes.update({nn.Linear}.intersection(map(type, map(base_of, linears))))
         classes.update(type(linear) for linear in linears if base_of(linear) is not linear)
     for cls in classes:
@@ -105,34 +109,47 @@ def native_obstacle(decoder: Any) -> str | None:
 
 def native_limit(decoder: Any) -> str | None:
     """Return what prevents running a decoder that has no `obstacle` as `NativeLayers`, or None."""
-    if has_adapters(decoder):
-        return "LoRA adapters that are not merged"
+    apart = apart_limit(decoder)
+    if apart is not None:
+        return apart
     served = served_by("decoder_layers", "cpu")
     if served.name != "cpp":
         return served.reason
     if decoder.norm.weight.dtype not in (torch.float32, torch.bfloat16):
         return f"the weights are {decoder.norm.weight.dtype}, not float32 or bfloat16"
-    norms = {module.variance_epsilon for module in decoder.modules() if type(module) in _NORMS}
+    family: Family = decoder.layers[0].self_attn.family
+    norms = {module.variance_epsilon for module in decoder.modules() if family.has(module, "RMSNorm")}
     scales = {layer.self_attn.scaling for layer in decoder.layers}
     if len(norms) > 1 or len(scales) > 1:
         return f"the layers differ in epsilon ({norms}) or attention scale ({scales})"
     sizes = {
-        tuple((len(one.weight), quantised.columns(one.weight)) for one in map(_projection, _linears(layer)))
+        tuple((len(one.weight), quantised.columns(one.weight)) for one in _projections(layer))
         for layer in decoder.layers
     }
     return "the layers differ in the sizes of their weights" if len(sizes) > 1 else None
 
 
+def apart_limit(decoder: Any) -> str | None:
+    """Return why a decoder that has no `obstacle` runs by an op for each stage on any device, or None."""
+    if has_adapters(decoder):
+        return "LoRA adapters that are not merged"
+    for layer in decoder.layers:
+        if layer.self_attn.table is not None:
+            return "layers with different rotary embeddings"
+        if layer.self_attn.halves is not None:
+            return "rotary embeddings of a part of each head"
+    return None
+
+
 def has_adapters(decoder: Any) -> bool:
     """Return whether a decoder that has no `obstacle` has active adapters that are not merged."""
-    return any(linears_have_adapters(_linears(layer)) for layer in decoder.layers)
+    return any(linears_have_adapters(group) for layer in decoder.layers for group in _groups(layer))
 
 
 def refresh_adapters(decoder: Any) -> None:
     """Read the weights of all adapters again."""
     for layer in decoder.layers:
-        q, k, v, o, gate, up, down = _linears(layer)
-        for group in ([q, k, v], [o], [gate, up], [down]):
+        for group in _groups(layer):
             read_adapters(group, decoder.norm.weight.dtype, anew=True)
 
 
@@ -145,18 +162,16 @@ def forward(decoder: Any, hidden: torch.Tensor, context: DecodeContext) -> torch
     # After each layer comes the norm of the next one's input, and at last the final norm.
     norms = [*(layer.input_layernorm for layer in decoder.layers[1:]), decoder.norm]
     for layer, next_norm in zip(decoder.layers, norms, strict=True):
-        attention, mlp = layer.self_attn, layer.mlp
-        attended = _attended(attention, normed, context)
-        hidden, normed = _added(hidden, attended, attention.o_proj, layer.post_attention_layernorm)
-        gated = _linear(normed, [mlp.gate_proj, mlp.up_proj], gate=True)
-        hidden, normed = _added(hidden, gated, mlp.down_proj, next_norm)
+        qkv, out, gate_up, down = _groups(layer)
+        attended = _attended(layer.self_attn, qkv, normed, context)
+        hidden, normed = _added(hidden, attended, out, layer.post_attention_layernorm)
+        hidden, normed = _added(hidden, _linear(normed, gate_up, gate=True), down, next_norm)
     return normed
 
 
-def _attended(attention: Any, x: torch.Tensor, context: DecodeContext) -> torch.Tensor:
+def _attended(attention: Any, modules: list[Any], x: torch.Tensor, context: DecodeContext) -> torch.Tensor:
     """Return the attention's output before its last projection, from normed hidden states: both [B, N, .]."""
-    modules = [attention.q_proj, attention.k_proj, attention.v_proj]
-    has_norms = hasattr(attention, "q_norm")
+    has_norms = attention.family.normed is not None
     same_eps = has_norms and attention.q_norm.variance_epsilon == attention.k_norm.variance_epsilon
     fold = NORMS_IN_ROPE and same_eps
     parts = 1 if has_norms and not fold else _parts(x, modules)
@@ -170,12 +185,12 @@ def _attended(attention: Any, x: torch.Tensor, context: DecodeContext) -> torch.
     return attention.attend(q, k, v, context, norm_heads=fold)
 
 
-def _added(hidden: torch.Tensor, x: torch.Tensor, linear: Any, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _added(hidden: torch.Tensor, x: torch.Tensor, linear: list[Any], norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return hidden plus a projection of x, and its norm."""
-    parts = _parts(x, [linear])
+    parts = _parts(x, linear)
     if parts > 1:
-        return _normed(hidden, _linear(x, [linear], parts=parts), norm)
-    return _normed(_linear(x, [linear], residual=hidden), None, norm)
+        return _normed(hidden, _linear(x, linear, parts=parts), norm)
+    return _normed(_linear(x, linear, residual=hidden), None, norm)
 
 
 def _normed(hidden: torch.Tensor, delta: torch.Tensor | None, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -190,7 +205,10 @@ def _linear(
     residual: torch.Tensor | None = None,
     parts: int = 1,
 ) -> torch.Tensor:
-    weights, biases, scales, zeros, codes = zip(*map(_projection, modules), strict=True)
+    given = [_projection(module) for module in modules]
+    if gate and len(given) == 1:
+        given = _divided(given[0], [len(given[0].weight) // 2] * 2)
+    weights, biases, scales, zeros, codes = zip(*given, strict=True)
     adapters = read_adapters(modules, x.dtype)
     if adapters is not None:
         residual = decode_linear(decode_linear(x, [adapters.down]), [adapters.up], residual=residual)
@@ -241,7 +259,7 @@ class NativeLayers:
 
 def forms(decoder: Any) -> str:
     """Describe how the weights of a decoder that has no `obstacle` are stored."""
-    found = {one.form for layer in decoder.layers for one in map(_projection, _linears(layer))}
+    found = {one.form for layer in decoder.layers for one in _projections(layer)}
     names = {str(codes if dtype == torch.uint8 else dtype).removeprefix("torch.") for dtype, _, _, codes in found}
     stored = "plain modules" if names == {"None"} else f"weights in {', '.join(sorted(names - {'None'}))}"
     return f"{stored}, LoRA" if has_adapters(decoder) else stored
@@ -254,18 +272,39 @@ def _projection(linear: Any) -> Projection:
     return found
 
 
-def _linears(layer: Any) -> list[Any]:
+def _groups(layer: Any) -> list[list[Any]]:
+    """Return a layer's linear modules: of q, k and v, of the attention's output, of gate and up, and down."""
     attention, mlp = layer.self_attn, layer.mlp
-    linears = [getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
-    return [*linears, mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    qkv, gate_up = ([getattr(parent, name) for name in names] for parent, names in
+                    ((attention, attention.family.qkv), (mlp, attention.family.gate_up)))  # fmt: skip
+    return [qkv, [attention.o_proj], gate_up, [mlp.down_proj]]
+
+
+def _projections(layer: Any) -> list[Projection]:
+    """Return what the ops read of q, k, v, o, gate, up and down; joint ones are divided by rows."""
+    qkv, out, gate_up, down = ([_projection(module) for module in group] for group in _groups(layer))
+    if len(qkv) == 1:
+        groups = layer.self_attn.num_key_value_groups
+        head = len(qkv[0].weight) // (groups + 2)
+        qkv = _divided(qkv[0], [groups * head, head, head])
+    if len(gate_up) == 1:
+        gate_up = _divided(gate_up[0], [len(gate_up[0].weight) // 2] * 2)
+    return [*qkv, *out, *gate_up, *down]
+
+
+def _divided(joint: Projection, sizes: list[int]) -> list[Projection]:
+    """Return the projections that one holds side by side, as views of so many rows each."""
+    *tensors, codes = joint
+    of_each = zip(*(repeat(None) if tensor is None else tensor.split(sizes) for tensor in tensors), strict=False)
+    return [Projection(weight, bias, scale, zero, codes) for weight, bias, scale, zero in of_each]
 
 
 def _layer_weights(layer: Any) -> LayerWeights:
     attention = layer.self_attn
-    norms = (attention.q_norm.weight, attention.k_norm.weight) if hasattr(attention, "q_norm") else (None, None)
+    norms = (attention.q_norm.weight, attention.k_norm.weight) if attention.family.normed else (None, None)
     return LayerWeights(
         layer.input_layernorm.weight,
         layer.post_attention_layernorm.weight,
-        [_projection(module) for module in _linears(layer)],
+        _projections(layer),
         *norms,
     )

@@ -24,7 +24,8 @@ class TreeCache:
         kv: [L, 2, B, Hkv, S, D]; kv[l, 0] holds layer l's keys (already rotated), kv[l, 1] its values. With `slots` of
             any number of sequences. In 8 bits int8 [.., D + 4], see `medusa_kernels.cache_rows`.
         lengths: int32 [B], filled rows of each sequence, on the same device.
-        cos, sin: [P, D] or [B, P, D] rotary tables by position, P >= S, in the dtype of the model.
+        cos, sin: [P, D] or [B, P, D] rotary tables by position, P >= S, in the dtype of the model; where layers
+            differ several of them, along an axis before these.
         counters: [B, ..] for `tree_attention`, zeros between passes; None where it has no use for them.
         slots: int32 [B], which sequence of `kv` belongs to each row, for a cache of which rows change places; None:
             sequence b to row b.
@@ -71,6 +72,10 @@ class TreeCache:
         """The rotary tables, cosines and sines."""
         return self.cos, self.sin
 
+    def tables_of(self, table: int | None) -> Tables:
+        """Return one of the pairs of rotary tables, each [P, D] or [B, P, D]; with None there is only one."""
+        return self.tables if table is None else (self.cos[table], self.sin[table])
+
     @property
     def nbytes(self) -> int:
         """Bytes of the block and the tables."""
@@ -111,7 +116,8 @@ def reusable_rows(old: Tables, new: Tables) -> int:
     """Return the number of leading positions at which two pairs of rotary tables are equal.
 
     Keys cached with one pair can be used with the other up to there. Tables, each [P, D] or [B, P, D], differ if the
-    frequencies depend on the sequence length (dynamic scaling); P may be another. This waits for the device.
+    frequencies depend on the sequence length (dynamic scaling); P may be another, and axes may come before. This waits
+    for the device.
     """
     rows = min(old[0].shape[-2], new[0].shape[-2])
     differ = torch.zeros(rows, dtype=torch.bool, device=old[0].device)

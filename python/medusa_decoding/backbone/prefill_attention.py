@@ -42,6 +42,7 @@ def prefill_attention(
     *,
     scale: float,
     window: int | None,
+    softcap: float | None = None,
     places: Sequence[int] | None = None,
 ) -> torch.Tensor:
     """Attend causally from a chunk of the prompts to the rows before it and to itself, just written.
@@ -60,7 +61,9 @@ def prefill_attention(
     if places is not None:
         first, count = places[0], len(places)
         if list(places) != list(range(first, first + count)):
-            attend_one = functools.partial(prefill_attention, offset=offset, scale=scale, window=window)
+            attend_one = functools.partial(
+                prefill_attention, offset=offset, scale=scale, window=window, softcap=softcap
+            )
             rows = [slice(row, row + 1) for row in range(count)]
             found = [
                 attend_one(q[row], k_cache, v_cache, cache_lens[row], places=[place])
@@ -72,6 +75,8 @@ def prefill_attention(
     end = offset + length
     k_cache, v_cache = (dequantised_rows(cache[:, :, :end], q.dtype) for cache in (k_cache, v_cache))
     keys, values = k_cache, v_cache
+    if softcap is not None:  # which PyTorch's functions do not have
+        return _prefill_by_chains(q, k_cache, v_cache, cache_lens, offset, scale, window, softcap)
     flash = flash_kernel(q)
     if flash is not None:
         seen = window if window is not None and window < end else None
@@ -186,6 +191,7 @@ def _prefill_by_chains(
     offset: int,
     scale: float,
     window: int | None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Attend by `tree_attention`, piece by piece: the tokens of each piece are a tree that is one chain.
 
@@ -199,7 +205,14 @@ def _prefill_by_chains(
         nodes = piece.shape[1]
         keys, values = (cache[:, :, : offset + first + nodes] for cache in (k_cache, v_cache))
         out[:, first : first + nodes] = tree_attention(
-            piece, keys, values, cache_lens + first, chain_words(nodes, q.device), scale=scale, window=window
+            piece,
+            keys,
+            values,
+            cache_lens + first,
+            chain_words(nodes, q.device),
+            scale=scale,
+            window=window,
+            softcap=softcap,
         )
     return out
 

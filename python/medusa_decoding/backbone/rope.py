@@ -8,12 +8,71 @@ them. In a batch each row has the frequencies that it has alone; transformers us
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from medusa_decoding.backbone.unsupported import foreign_forward
 from medusa_decoding.linears.reading import is_hooked
+
+Tables = tuple[torch.Tensor, torch.Tensor]
+
+
+def rotary_width(config: Any, head_dim: int) -> int:
+    """Return how many of a head's numbers are rotated: of Phi, a part (`partial_rotary_factor`)."""
+    given = getattr(config, "rope_parameters", None) or {}
+    return int(head_dim * given.get("partial_rotary_factor", 1.0))
+
+
+def halves(width: int, head_dim: int) -> list[int] | None:
+    """Return the order of a head's numbers in which the rotated ones are the first of each half; None: as they are.
+
+    Attention does not depend on the order if queries and keys have the same one. `widened` is for the tables.
+    """
+    if width == head_dim:
+        return None
+    half = width // 2
+    rest = head_dim // 2 + half
+    return [*range(half), *range(width, rest), *range(half, width), *range(rest, head_dim)]
+
+
+def widened(tables: Tables, head_dim: int) -> Tables:
+    """Return tables [.., W] for heads of D numbers, [.., D], in the order of `halves`: others are left as they are."""
+    missing = (head_dim - tables[0].shape[-1]) // 2
+    found = [
+        F.pad(table.unflatten(-1, (2, -1)), (0, missing), value=value).flatten(-2)
+        for table, value in zip(tables, (1.0, 0.0), strict=True)
+    ]
+    return found[0], found[1]
+
+
+def tables_of_layers(
+    rotary: Any, names: Sequence[str] | None, prompt_lengths: list[int], capacity: int, dtype: torch.dtype,
+    device: torch.device,
+) -> Tables:  # fmt: skip
+    """Return the rotary tables of a model whose layers have different ones: see `Family.tables`.
+
+    With names [len(names), ..], else those of `rope_tables`. "not rotated" is a rotation by nothing; other names are
+    the types of layers that the rotary module takes, each with tables that depend on the position alone.
+
+    Raises:
+        ValueError: as `rope_tables`; or rotations of a layer's type whose frequencies depend on the length.
+    """
+    if names is None or "not rotated" in names:
+        rotated = rope_tables(rotary, prompt_lengths, capacity, dtype, device)
+        if names is None:
+            return rotated
+        still = torch.ones_like(rotated[0]), torch.zeros_like(rotated[1])
+        return torch.stack((rotated[0], still[0])), torch.stack((rotated[1], still[1]))
+    for name, kind in rotary.rope_type.items():
+        if kind in ("dynamic", "longrope"):
+            raise ValueError(f"rope: expected default, linear, llama3 or yarn for {name}, got {kind}")
+    sample = torch.empty(0, dtype=dtype, device=device)
+    of_each = [_rows(functools.partial(rotary, layer_type=name), sample, 0, capacity) for name in names]
+    return torch.stack([found[0] for found in of_each]), torch.stack([found[1] for found in of_each])
 
 
 def rope_tables(
@@ -25,10 +84,14 @@ def rope_tables(
     frequencies of dynamic scaling.
 
     Raises:
-        ValueError: longrope, or a module of another package whose angles depend on more than the position.
+        ValueError: a module of another package whose angles depend on more than the position.
     """
     if "longrope" in rotary.rope_type:
-        raise ValueError("rope: expected default, linear, dynamic, llama3 or yarn, got longrope")
+        # Beyond that, transformers computes all keys anew with other frequencies. `Backbone.context_limit` ends there.
+        within = min(capacity, rotary.original_max_seq_len)
+        short = _rows(_fresh(rotary), torch.empty(0, dtype=dtype, device=device), 0, within)
+        missing = (0, 0, 0, capacity - within)
+        return F.pad(short[0], missing), F.pad(short[1], missing)
     sample = torch.empty(0, dtype=dtype, device=device)
     if "dynamic" not in rotary.rope_type or capacity <= rotary.original_max_seq_len:
         positions = _rows(_fresh(rotary), sample, 0, capacity)

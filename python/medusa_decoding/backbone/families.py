@@ -1,0 +1,151 @@
+"""What each family of models has that Llama has not: one description per family, which the backbone follows.
+
+A family is recognised by the names of its classes in transformers; none is imported for that. The description names
+attributes of a model's modules and config, so that their values come from the model. What no description covers is
+refused when a model is wrapped.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+QKV = ("q_proj", "k_proj", "v_proj")
+GATE_UP = ("gate_proj", "up_proj")
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family's layers differ from Llama's.
+
+    Attributes:
+        module: its module in transformers, `transformers.models.<module>.modeling_<module>`.
+        prefix: what the names of its classes begin with.
+        window: where its sliding window is: in the config, in each attention, or nowhere.
+        qkv: the attention's projections of queries, keys and values, or the one for all three.
+        gate_up: the same of the MLP's first products.
+        normed: what `q_norm` and `k_norm` norm: each head alone, the whole projection, or nothing.
+        norms: where a layer's norms are: before attention and MLP, after them, or both.
+        activation: the MLP's module for it.
+        rope_by_type: whether the rotary embedding depends on the layer's type.
+        rotated: the attention's attribute that says whether its layer has a rotary embedding, or None: all have.
+        softcap: the attention's attribute that caps its scores.
+        embedding: the decoder's attribute that embeddings are multiplied with.
+        logits_divisor: the config's attribute that logits are divided by.
+        logits_cap: the config's attribute that caps logits.
+        unlike: why the ops of `fused_layers` cannot run its layers, or None: they can.
+    """
+
+    module: str
+    prefix: str
+    window: Literal["config", "layer"] | None = None
+    qkv: tuple[str, ...] = QKV
+    gate_up: tuple[str, ...] = GATE_UP
+    normed: Literal["heads", "projections"] | None = None
+    norms: Literal["before", "after", "both"] = "before"
+    activation: str = "act_fn"
+    rope_by_type: bool = False
+    rotated: str | None = None
+    softcap: str | None = None
+    embedding: str | None = None
+    logits_divisor: str | None = None
+    logits_cap: str | None = None
+    unlike: str | None = None
+
+    def has(self, module: Any, kind: str) -> bool:
+        """Return whether a module is exactly this family's class of a kind, such as `Attention` or `MLP`."""
+        cls = type(module)
+        where = f"transformers.models.{self.module}.modeling_{self.module}"
+        return cls.__module__ == where and cls.__name__ == self.prefix + kind
+
+    def window_of(self, attention: Any) -> int | None:
+        """Return an attention's sliding window in positions, or None."""
+        if self.window is None:
+            return None
+        return getattr(attention.config if self.window == "config" else attention, "sliding_window", None)
+
+    def tables(self, config: Any) -> tuple[str, ...] | None:
+        """Return the names of the model's rotary tables if its layers have different ones, else None."""
+        if self.rope_by_type:
+            return tuple(dict.fromkeys(config.layer_types))
+        return None if self.rotated is None else ("rotated", "not rotated")
+
+    def table_of(self, attention: Any) -> int | None:
+        """Return which of these an attention has, or None if there is one for all."""
+        names = self.tables(attention.config)
+        if names is None:
+            return None
+        if self.rotated is not None:
+            return 0 if getattr(attention, self.rotated) else 1
+        return names.index(attention.config.layer_types[attention.layer_idx])
+
+    def logits(self, lm_head: nn.Module, config: Any) -> nn.Module:
+        """Return what makes logits of hidden states: `lm_head`, and what the family does to its result."""
+        divisor, cap = (_value(config, name) for name in (self.logits_divisor, self.logits_cap))
+        return lm_head if divisor in (None, 1) and cap is None else ScaledLogits(lm_head, divisor, cap)
+
+
+def _value(config: Any, name: str | None) -> float | None:
+    return None if name is None else getattr(config, name, None)
+
+
+class ScaledLogits(nn.Module):
+    """Logits of an lm_head, divided by a number or capped: cap * tanh(logits / cap), as transformers rounds them.
+
+    Args:
+        lm_head: from hidden states [.., H] to [.., V].
+        divisor: of the logits, or None.
+        cap: the number that they approach, or None.
+    """
+
+    def __init__(self, lm_head: nn.Module, divisor: float | None, cap: float | None) -> None:
+        super().__init__()
+        self.__dict__["lm_head"] = lm_head  # not a submodule
+        self.divisor, self.cap = divisor, cap
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Project hidden states [.., H] to logits [.., V]."""
+        logits = self.__dict__["lm_head"](hidden)
+        if self.divisor is not None:
+            logits = logits / self.divisor
+        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
+
+
+_EXPERTS = "its layers mix experts, which run as modules"
+_gemma = functools.partial(
+    Family, norms="both", window="layer", softcap="attn_logit_softcapping", logits_cap="final_logit_softcapping",
+    unlike="its norms multiply by 1 + weight, and come before and after attention and MLP",
+)  # fmt: skip
+_olmo = functools.partial(
+    Family, normed="projections", norms="after", unlike="its norms come after attention and MLP"
+)  # fmt: skip
+FAMILIES = (
+    Family("llama", "Llama"),
+    Family("mistral", "Mistral", window="config"),
+    Family("ministral", "Ministral", window="layer"),
+    Family("qwen2", "Qwen2", window="layer"),
+    Family("qwen3", "Qwen3", window="layer", normed="heads"),
+    Family("smollm3", "SmolLM3", window="layer", rotated="use_rope"),
+    Family("phi3", "Phi3", window="config", qkv=("qkv_proj",), gate_up=("gate_up_proj",), activation="activation_fn"),
+    Family(
+        "granite", "Granite", embedding="embedding_multiplier", logits_divisor="logits_scaling",
+        unlike="it multiplies what its layers add",
+    ),
+    _olmo("olmo2", "Olmo2"),
+    _olmo("olmo3", "Olmo3", window="layer", rope_by_type=True),
+    _gemma("gemma2", "Gemma2"),
+    _gemma("gemma3", "Gemma3", normed="heads", rope_by_type=True),
+    Family("mixtral", "Mixtral", window="config", unlike=_EXPERTS),
+    Family("qwen2_moe", "Qwen2Moe", window="layer", unlike=_EXPERTS),
+    Family("qwen3_moe", "Qwen3Moe", window="layer", normed="heads", unlike=_EXPERTS),
+)  # fmt: skip
+"""The families whose attention modules can be swapped. Phi-4 has Phi-3's classes."""
+
+
+def family_of(attention: nn.Module) -> Family | None:
+    """Return the family of an attention module of transformers, or None if its class is none of theirs."""
+    return next((family for family in FAMILIES if family.has(attention, "Attention")), None)
