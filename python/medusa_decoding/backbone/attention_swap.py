@@ -21,7 +21,7 @@ from torch import nn
 from medusa_decoding.backbone.families import FAMILIES, Family, family_of
 from medusa_decoding.backbone.kv_cache import TreeCache
 from medusa_decoding.backbone.prefill_attention import prefill_attention
-from medusa_decoding.backbone.rope import halves, rotary_width
+from medusa_decoding.backbone.rope import in_halves, rotary_width
 from medusa_kernels import rope_append, tree_attention
 
 
@@ -54,7 +54,7 @@ class TreeAttention(nn.Module):
         window: its sliding window in positions, or None.
         table: which of the cache's rotary tables it has, None if there is one for all.
         softcap: what its scores are capped by, or None.
-        halves: for a rotary embedding of a part of each head, the order in which that is two halves of the head.
+        rotated: how many numbers of each head have a rotary embedding.
     """
 
     def __init__(self, original: Any) -> None:
@@ -73,7 +73,7 @@ class TreeAttention(nn.Module):
         self.window = family.window_of(original)
         self.table = family.table_of(original)
         self.softcap: float | None = None if family.softcap is None else getattr(original, family.softcap)
-        self.halves = halves(rotary_width(original.config, original.head_dim), original.head_dim)
+        self.rotated = rotary_width(original.config, original.head_dim)
 
     def __getattr__(self, name: str) -> Any:
         """Get attributes that this class does not define (layer_type, is_causal, ..) from the original."""
@@ -112,10 +112,11 @@ class TreeAttention(nn.Module):
         _, k, v = self.normed(None, k, v)
         cache = context.cache
         unused = k[:, :, :1]  # the op also rotates queries
-        k = k if self.halves is None else k[..., self.halves]
         layer = cache.layer(self.original.layer_idx)
         tables = cache.tables_of(self.table)
-        rope_append(unused, k, v, *tables, *layer, cache.lengths, context.depths, slots=cache.slots)
+        rope_append(
+            unused, in_halves(k, self.rotated), v, *tables, *layer, cache.lengths, context.depths, slots=cache.slots
+        )
 
     def heads(self, x: torch.Tensor) -> torch.Tensor:
         """View a projection's output [.., heads * D] as [.., heads, D]."""
@@ -160,8 +161,7 @@ class TreeAttention(nn.Module):
         options: dict[str, Any] = {"slots": cache.slots}
         if norm_heads:
             options |= {"q_norm": self.q_norm.weight, "k_norm": self.k_norm.weight, "eps": self.q_norm.variance_epsilon}
-        if self.halves is not None:
-            q, k = q[..., self.halves], k[..., self.halves]
+        q, k = in_halves(q, self.rotated), in_halves(k, self.rotated)
         k_cache, v_cache = cache.layer(self.original.layer_idx)
         tables = cache.tables_of(self.table)
         q = rope_append(q, k, v, *tables, k_cache, v_cache, cache.lengths, context.depths, **options)

@@ -136,7 +136,7 @@ def apart_limit(decoder: Any) -> str | None:
     for layer in decoder.layers:
         if layer.self_attn.table is not None:
             return "layers with different rotary embeddings"
-        if layer.self_attn.halves is not None:
+        if layer.self_attn.rotated < layer.self_attn.head_dim:
             return "rotary embeddings of a part of each head"
     return None
 

@@ -27,20 +27,20 @@ def rotary_width(config: Any, head_dim: int) -> int:
     return int(head_dim * given.get("partial_rotary_factor", 1.0))
 
 
-def halves(width: int, head_dim: int) -> list[int] | None:
-    """Return the order of a head's numbers in which the rotated ones are the first of each half; None: as they are.
+def in_halves(x: torch.Tensor, width: int) -> torch.Tensor:
+    """Return heads [.., D], whose first `width` numbers are rotated, with these at the beginning of each half.
 
-    Attention does not depend on the order if queries and keys have the same one. `widened` is for the tables.
+    Then the whole head can be rotated, by tables from `widened`. Attention does not depend on the order of numbers if
+    queries and keys have the same one.
     """
-    if width == head_dim:
-        return None
-    half = width // 2
-    rest = head_dim // 2 + half
-    return [*range(half), *range(width, rest), *range(half, width), *range(rest, head_dim)]
+    if width == x.shape[-1]:
+        return x
+    first, second, *rest = x.split([width // 2] * 2 + [(x.shape[-1] - width) // 2] * 2, dim=-1)
+    return torch.cat((first, rest[0], second, rest[1]), -1)
 
 
 def widened(tables: Tables, head_dim: int) -> Tables:
-    """Return tables [.., W] for heads of D numbers, [.., D], in the order of `halves`: others are left as they are."""
+    """Return tables [.., W] for heads of D numbers, [.., D], in the order of `in_halves`: the rest is not rotated."""
     missing = (head_dim - tables[0].shape[-1]) // 2
     found = [
         F.pad(table.unflatten(-1, (2, -1)), (0, missing), value=value).flatten(-2)
