@@ -8,12 +8,14 @@ it is the other ops in turn. It does not know modules, nor where the weights com
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from medusa_kernels import _checks, _cpu, cache_rows, quantised, reference
 from medusa_kernels._registry import Implementation, register
@@ -224,6 +226,50 @@ def _layout(forms: tuple[int, ...]) -> _Layout:
     return _Layout(tuple(places), *(places.index(4 + _PROJECTION * place) for place in (0, 1, 4)))
 
 
+class _Tables(NamedTuple):
+    """What the C++ library reads of the weights, and of which weights: rebuilding it costs more than a small layer."""
+
+    weights: tuple[weakref.ref[Tensor], ...]
+    addresses: list[int]
+    forms: tuple[int, ...]
+    head_dim: int
+    pointers: Tensor
+    kinds: Tensor
+
+
+_known = WeakTensorKeyDictionary()
+"""The last `_Tables` of each first weight."""
+
+
+def _tables(weights: tuple[Tensor, ...], forms: tuple[int, ...], head_dim: int) -> tuple[Tensor, Tensor]:
+    """Return the members `weights` and `kinds` of the struct Layers, int64."""
+    addresses = [weight.data_ptr() for weight in weights]
+    known = _known.get(weights[0])
+    if (
+        known is not None
+        and (known.addresses, known.forms, known.head_dim) == (addresses, forms, head_dim)
+        and all(ref() is weight for ref, weight in zip(known.weights, weights, strict=True))
+    ):
+        return known.pointers, known.kinds
+    table, kinds = [0] * (len(forms) * reference.SLOTS), [0] * (len(forms) * 2 * 7)
+    for index, (place, weight) in enumerate(zip(_layout(forms).places, weights, strict=False)):
+        layer, slot = divmod(place, reference.SLOTS)
+        if slot in (2, 3) and len(weight) != head_dim:
+            raise ValueError(f"weights: expected norms of heads of size {head_dim}, got one of {len(weight)}")
+        table[place] = addresses[index]
+        if slot >= 4 and slot % _PROJECTION == 0:
+            projection = slot // _PROJECTION - 1
+            kind = 2 * (7 * layer + projection)
+            kinds[kind] = _cpu.weight_type(weight, reference.codes_of(forms[layer], projection))
+            if weight.dtype == torch.uint8:
+                of_codes = weights[index + (2 if forms[layer] >> slot + 1 & 1 else 1)]
+                kinds[kind + 1] = quantised.group_size(weight, of_codes)
+    pointers, of_each = (torch.tensor(numbers, dtype=torch.int64, device="cpu") for numbers in (table, kinds))
+    refs = tuple(map(weakref.ref, weights))
+    _known[weights[0]] = _Tables(refs, addresses, forms, head_dim, pointers, of_each)
+    return pointers, of_each
+
+
 def _native(
     hidden, weights, forms, kv, cos, sin, cache_lens, depths, ancestors, *, windows, eps, scale, slots=None
 ):  # fmt: skip
@@ -242,22 +288,8 @@ def _native(
     if key_rows != kv_heads * head_dim or query_rows % key_rows:
         expected = f"{kv_heads * head_dim} rows of k ({kv_heads} heads of {head_dim}) and a multiple of that of q"
         raise ValueError(f"weights: expected {expected}, got {key_rows} and {query_rows}")
-    table, kinds = [0] * (len(forms) * reference.SLOTS), [0] * (len(forms) * 2 * 7)
-    for index, (place, weight) in enumerate(zip(layout.places, weights, strict=False)):
-        layer, slot = divmod(place, reference.SLOTS)
-        if slot in (2, 3) and len(weight) != head_dim:
-            raise ValueError(f"weights: expected norms of heads of size {head_dim}, got one of {len(weight)}")
-        table[place] = weight.data_ptr()
-        if slot >= 4 and slot % _PROJECTION == 0:
-            projection = slot // _PROJECTION - 1
-            kind = 2 * (7 * layer + projection)
-            kinds[kind] = _cpu.weight_type(weight, reference.codes_of(forms[layer], projection))
-            if weight.dtype == torch.uint8:
-                of_codes = weights[index + (2 if forms[layer] >> slot + 1 & 1 else 1)]
-                kinds[kind + 1] = quantised.group_size(weight, of_codes)
-    pointers, of_each, sizes = (
-        torch.tensor(numbers, dtype=torch.int64, device="cpu") for numbers in (table, kinds, windows)
-    )
+    pointers, kinds = _tables(tuple(weights), tuple(forms), head_dim)
+    sizes = torch.tensor(windows, dtype=torch.int64, device="cpu")
     # Held until the call has returned.
     hidden, cache_lens, depths, ancestors = (t.contiguous() for t in (hidden, cache_lens, depths, ancestors))
     own = None if slots is None else slots.contiguous()
@@ -272,7 +304,7 @@ def _native(
             cos, sin, cos.shape[-2], 0 if cos.dim() == 2 else cos.stride(0),
             cache_lens, depths, 0 if depths.dim() == 1 else nodes,
             ancestors, 0 if ancestors.dim() == 2 else ancestors.stride(0),
-            weights[-1], float(eps), float(scale), len(forms), pointers, of_each, sizes, _cpu.TYPES[kv.dtype],
+            weights[-1], float(eps), float(scale), len(forms), pointers, kinds, sizes, _cpu.TYPES[kv.dtype],
         )  # fmt: skip
     except _cpu.OutsideError:
         _checks.rows_fit(cache_lens.tolist(), nodes, rows)

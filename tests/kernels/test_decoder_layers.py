@@ -374,3 +374,14 @@ def test_passes_opcheck(device: str) -> None:
     case["kv"] = case["kv"].nan_to_num()
     options = {name: case.pop(name) for name in ("windows", "eps", "scale")}
     torch.library.opcheck(torch.ops.medusa_kernels.decoder_layers.default, tuple(case.values()), options)
+
+
+def test_weights_that_are_replaced_between_calls_are_seen() -> None:
+    """A tensor that holds other memory, and weights of another form beside the same first one."""
+    case = make(3, [9], width=48, inner=48, kinds={"down": "int4"}, group=16)
+    other = make(3, [9], width=48, inner=48, kinds={"down": "zeros"}, group=48)
+    check(case)
+    case["weights"][2].data = other["weights"][2].clone()
+    check(case)
+    case |= {"weights": [case["weights"][0], *other["weights"][1:]], "forms": other["forms"]}
+    check(case)
