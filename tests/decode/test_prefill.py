@@ -644,3 +644,16 @@ def test_chunks_on_a_gpu(family, overrides, dtype):
         limits = Limits([NEW] * 2, [0] * 2, [], device="cuda")
         prefill(medusa.backbone, [row.cuda() for row in rows], state, Greedy(), limits, chunk=2 * 520)
     agreement(make, rows, dtype)(state)
+
+
+@pytest.mark.parametrize(("stored", "most"), [(torch.uint8, 1024), (torch.int8, 256), (torch.bfloat16, 128)], ids=str)
+def test_short_prompts_of_quantised_models_run_in_pieces(monkeypatch, stored, most):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    weights = [torch.ones(1, dtype=torch.bfloat16), torch.ones(1).to(stored)]
+    backbone = SimpleNamespace(native=SimpleNamespace(weights=weights), dtype=torch.bfloat16)
+    for batch in (1, 2):
+        assert Backbone.prefill_nodes(backbone, batch, most // batch) == 128 // batch
+        assert Backbone.prefill_nodes(backbone, batch, most // batch + 1) == 0
+    backbone.dtype = torch.float32
+    assert Backbone.prefill_nodes(backbone, 1, 129) == 0

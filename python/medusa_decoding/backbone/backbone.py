@@ -26,6 +26,11 @@ logger = logging.getLogger(__name__)
 
 NATIVE_PREFILL = 128
 """Tokens of a prefill's chunk up to which the C++ library runs it; with more, PyTorch's products are as fast."""
+PIECES = {torch.uint8: 1024, torch.int8: 256}
+"""Tokens up to which a prefill beside bfloat16 runs in pieces of `NATIVE_PREFILL`, by the dtype of quantised weights.
+
+PyTorch first widens whole weights, which more tokens are needed to pay for.
+"""
 
 
 class Backbone:
@@ -250,16 +255,18 @@ class Backbone:
     def prefill_nodes(self, batch: int, tokens: int) -> int:
         """Return how many of a prefill's next `tokens` of each row run at once as the nodes of a tree, by `native`.
 
-        0 if they run by modules. For few rows the limit is reading the weights, which `native` does once. In bfloat16
-        PyTorch's products take several times as long as in float32, for any number of rows, on a CPU without
-        instructions for it.
+        0 if they run by modules. For few rows the limit is reading the weights, which `native` does once; `PIECES` says
+        how many rows are few beside quantised weights. In bfloat16 PyTorch's products take several times as long as in
+        float32, for any number of rows, on a CPU without instructions for it.
         """
         if self.native is None:
             return 0
         if batch * tokens <= NATIVE_PREFILL:
             return tokens
         fast = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
-        return 0 if fast or self.dtype != torch.bfloat16 else NATIVE_PREFILL // batch
+        most = max(PIECES.get(weight.dtype, 0) for weight in self.native.weights)
+        slow = self.dtype == torch.bfloat16 and (not fast or batch * tokens <= most)
+        return NATIVE_PREFILL // batch if slow else 0
 
     def forward(self, tokens: torch.Tensor, context: DecodeContext) -> torch.Tensor:
         """Run tokens [B, N], append to the cache, and return the hidden states after the final norm, [B, N, H].
