@@ -11,6 +11,9 @@ constexpr int kTileRows = 4, kTileTokens = 6;
 constexpr int kTileRows = 4, kTileTokens = 2;
 #endif
 
+// Bytes ahead of what is multiplied that memory is prefetched at the least: rows of few codes are shorter than a wait.
+constexpr int64_t kAhead = 4096;
+
 // Bytes of a row of a contiguous weight.
 inline int64_t row_bytes(int64_t type, int64_t columns) {
   return type == kFloat32 ? 4 * columns : type == kBFloat16 ? 2 * columns : type >= kInt4 ? columns / 2 : columns;
@@ -186,7 +189,7 @@ inline void product(const void* weight, int64_t w_stride, const int64_t* map, in
   for (; row + kTileRows <= rows; row += kTileRows) {
     Row w[kTileRows];
     for (int r = 0; r < kTileRows; ++r) w[r] = at(row + r);
-    passes<W, kTileRows>(w, codes, kTileRows * w_stride, x, tokens, columns, out + row, stride);
+    passes<W, kTileRows>(w, codes, kTileRows * w_stride > kAhead ? kTileRows * w_stride : kAhead, x, tokens, columns, out + row, stride);
   }
   for (; row < rows; ++row) {
     const Row w = at(row);
