@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,8 @@ from medusa_decoding.training.data.records import Report, read_records
 from medusa_decoding.training.loop import preflight, run, saving, trainer
 from medusa_decoding.training.loop.accuracy import HeadAccuracy
 from medusa_decoding.training.loop.backbone import TrainingBackbone
+from medusa_decoding.training.loop.heads import make_heads
+from medusa_decoding.training.loop.objective import Objective, count_targets
 from medusa_decoding.training.loop.processes import Processes
 from medusa_decoding.training.loop.run import train
 
@@ -714,6 +717,43 @@ def launch(script, folder, sharding):
         command, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"}
     )
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+# Families whose logits are not lm_head's
+
+
+@pytest.mark.parametrize("family", ["granite", "gemma2"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_losses_are_those_of_the_logits_that_transformers_gives(shop, tmp_path, family, shared):
+    """Medusa-1 with soft labels, then Medusa-2 and self-distillation, before an adapter has learnt anything."""
+    base = workshop.make_base(tmp_path / "base", family=family)
+    heads = {"num_heads": 1, "shared_projection": shared}
+    options = {"heads": heads, "loss": {"targets": "kl"}, "lora": {"dropout": 0.0}}
+    config = workshop.config(tmp_path / "run", base, shop[1], "self-distillation", **options)
+    backbone = TrainingBackbone.load(config, torch.device("cpu"))
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    objective = Objective(backbone, make_heads(config, backbone, tokenizer, Counter()), config)
+    ids = torch.arange(5, 25)
+    batch = {"input_ids": ids[None], "labels": ids[None], "position_ids": torch.arange(20)[None]}
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(base).eval()(ids[None]).logits[0].double()
+    own = F.cross_entropy(logits[:-1], ids[1:], reduction="sum")
+    hard = F.cross_entropy(logits[:-2], ids[2:], reduction="sum")
+    soft = F.kl_div(logits[:-2].log_softmax(-1), logits[1:-1].softmax(-1), reduction="sum")
+    with torch.no_grad():
+        measured = objective(batch)
+    assert measured["model_sum"].item() == pytest.approx(own.item(), rel=1e-5)
+    counts = count_targets(batch, 1, None)
+    objective.joint = True
+    found = objective(batch, counts)
+    assert found["model_sum"].item() == pytest.approx(0, abs=1e-4)  # both sides have the family's logits
+    found["loss"].backward()
+    if shared or family == "granite":  # a cap is no matrix: own projections start from what is capped
+        assert measured["head_sums"].item() == pytest.approx(hard.item(), rel=1e-5)
+        assert found["head_sums"].item() == pytest.approx(soft.item(), rel=1e-5)
+    if shared:
+        adapter = backbone.lm_head.lora_B.default.weight.grad
+        assert adapter is not None and bool(adapter.any())
 
 
 @pytest.mark.slow

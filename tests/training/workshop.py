@@ -4,7 +4,7 @@ import json
 
 import torch
 import toy
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from medusa_decoding.training.config import Config
 from medusa_decoding.training.loop.log import read_log
@@ -15,14 +15,20 @@ BASE = {
     "num_key_value_heads": 1, "head_dim": 8, "max_position_embeddings": 64, "tie_word_embeddings": False,
     "initializer_range": 0.2,
 }  # fmt: skip
+FAMILIES = {
+    "granite": {"logits_scaling": 4.0, "embedding_multiplier": 2.0},
+    "gemma2": {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 0.5, "query_pre_attn_scalar": 8},
+}
 
 
-def make_base(folder, seed=0, **sizes):
-    """Write a random model and its tokenizer."""
+def make_base(folder, seed=0, family="llama", **sizes):
+    """Write a random model of a family and its tokenizer."""
     tokenizer = toy.tokenizer("bytes", toy.marked(toy.SPACED))
     torch.manual_seed(seed)
-    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    model = LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **ends, **BASE | sizes))
+    names = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    names |= {} if family == "llama" else {"pad_token_id": tokenizer.pad_token_id}
+    values = dict(vocab_size=len(tokenizer), **names, **BASE | FAMILIES.get(family, {}) | sizes)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **values))
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

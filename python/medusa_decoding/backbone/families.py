@@ -104,12 +104,13 @@ class ScaledLogits(nn.Module):
 
     def __init__(self, lm_head: nn.Module, divisor: float | None, cap: float | None) -> None:
         super().__init__()
-        self.__dict__["lm_head"] = lm_head  # not a submodule
+        self.lm_head = lm_head
+        self.out_features = getattr(lm_head, "out_features", None)
         self.divisor, self.cap = divisor, cap
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Project hidden states [.., H] to logits [.., V]."""
-        logits = self.__dict__["lm_head"](hidden)
+        logits = self.lm_head(hidden)
         if self.divisor is not None:
             logits = logits / self.divisor
         return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
@@ -146,6 +147,6 @@ FAMILIES = (
 """The families whose attention modules can be swapped. Phi-4 has Phi-3's classes."""
 
 
-def family_of(attention: nn.Module) -> Family | None:
-    """Return the family of an attention module of transformers, or None if its class is none of theirs."""
-    return next((family for family in FAMILIES if family.has(attention, "Attention")), None)
+def family_of(module: nn.Module, kind: str = "Attention") -> Family | None:
+    """Return the family of a module of transformers of this kind, or None if its class is none of theirs."""
+    return next((family for family in FAMILIES if family.has(module, kind)), None)

@@ -31,7 +31,7 @@ def lm_head_weight(folder: Path) -> torch.Tensor:
         )
     wanted = ["lm_head."]
     config = read_json_object(folder / "config.json") if (folder / "config.json").is_file() else {}
-    if config.get("tie_word_embeddings"):
+    if config.get("tie_word_embeddings", True):  # Gemma's files leave it to the default of its class
         wanted += ["model.embed_tokens.", "embed_tokens."]
     for prefix in wanted:
         found = model_tensors(folder, prefix)

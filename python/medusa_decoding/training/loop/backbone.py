@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from medusa_decoding.backbone.families import family_of
 from medusa_decoding.checkpoints import pretrained
 from medusa_decoding.training.config import Config, ModelConfig
 from medusa_decoding.training.data.packing import model_inputs
+from medusa_decoding.training.loss.language import without_adapter
 
 NAME = "model.name"
 """The setting that names the model, for messages."""
@@ -45,8 +47,10 @@ class TrainingBackbone:
         if settings.quantization != "none":
             options |= {"quantization_config": _quantised(settings, dtype), "device_map": {"": device}}
         causal: Any
+        shapes = pretrained.load_config(settings.name, settings.revision, argument=NAME)
+        if settings.attention == "sdpa" and getattr(shapes, "attn_logit_softcapping", None):
+            options["attn_implementation"] = "eager"  # PyTorch's function cannot cap scores
         if device.type == "meta":
-            shapes = pretrained.load_config(settings.name, settings.revision, argument=NAME)
             causal = pretrained.build_model(shapes, device, argument=NAME, **options)
         else:
             options |= pretrained.at(settings.revision)
@@ -112,6 +116,12 @@ class TrainingBackbone:
     def lm_head(self) -> nn.Module:
         """The model's lm_head, with its adapter."""
         return self.causal.get_output_embeddings()
+
+    def to_logits(self, adapted: bool = True) -> nn.Module:
+        """Return what makes logits of states: lm_head, with its adapter or without, and what the family does to them."""
+        lm_head = self.lm_head if adapted else without_adapter(self.lm_head)
+        family = family_of(self.causal, "ForCausalLM")
+        return lm_head if family is None else family.logits(lm_head, self.causal.config)
 
     def hidden(self, batch: dict[str, Any]) -> torch.Tensor:
         """Return the states after the final norm, [B, T, H], of a batch from `packing.collate`."""

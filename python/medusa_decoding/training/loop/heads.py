@@ -18,6 +18,8 @@ from medusa_decoding.training.loop.rows import Rows
 def make_heads(config: Config, backbone: TrainingBackbone, tokenizer: Any, frequencies: Counter[int]) -> MedusaHeads:
     """Return heads to train, in float32 on the model's device: W1 zero and W2 the lm_head (2.1.1), or those given.
 
+    For a model that divides its logits, W2 is the lm_head divided by that number.
+
     A trimmed vocabulary has the most frequent tokens of the training data.
 
     Raises:
@@ -45,6 +47,7 @@ def make_heads(config: Config, backbone: TrainingBackbone, tokenizer: Any, frequ
             )
         with torch.no_grad():
             heads.w2.copy_((weight if token_map is None else weight[token_map.to(weight.device)]).expand_as(heads.w2))
+            heads.w2.div_(getattr(backbone.to_logits(), "divisor", None) or 1.0)
     return heads
 
 

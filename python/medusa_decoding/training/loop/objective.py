@@ -15,7 +15,7 @@ from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.training.config import Config
 from medusa_decoding.training.data.targets import IGNORE, draft_labels, number_segments, shifted_labels
 from medusa_decoding.training.loop.backbone import TrainingBackbone
-from medusa_decoding.training.loss.language import combined_loss, distillation_loss, language_loss, without_adapter
+from medusa_decoding.training.loss.language import combined_loss, distillation_loss, language_loss
 from medusa_decoding.training.loss.medusa import head_weights, medusa_loss
 
 HIDDEN = "hidden"
@@ -84,8 +84,8 @@ class Objective(nn.Module):
             tokens=batch["input_ids"].flatten() if heads.parent_rank or heads.root_rank else None,
             embed_tokens=backbone.causal.get_input_embeddings() if heads.root_rank else None,
             segments=segments,
-            lm_head=backbone.lm_head if heads.shared_projection else None,
-            teacher_lm_head=backbone.lm_head if self._config.loss.targets == "kl" and not measuring else None,
+            lm_head=backbone.to_logits() if heads.shared_projection else None,
+            teacher_lm_head=backbone.to_logits() if self._config.loss.targets == "kl" and not measuring else None,
             weights=self._weights,
             normaliser=None if normalisers is None else normalisers[1:],
             through_backbone=joint,
@@ -102,10 +102,10 @@ class Objective(nn.Module):
             if joint and self._config.method == "self-distillation":
                 with torch.no_grad(), backbone.original():
                     teacher = backbone.hidden(batch).flatten(0, 1)
-                original_head = without_adapter(backbone.lm_head)
-                model = distillation_loss(hidden, backbone.lm_head, teacher, original_head, labels, **options)
+                original_head = backbone.to_logits(adapted=False)
+                model = distillation_loss(hidden, backbone.to_logits(), teacher, original_head, labels, **options)
             else:
-                model = language_loss(hidden, backbone.lm_head, labels, top=min(top, 1), **options)
+                model = language_loss(hidden, backbone.to_logits(), labels, top=min(top, 1), **options)
             found = {"model_sum": model.sums, "model_count": model.counts}
             if model.hits.numel():
                 found["model_hits"] = model.hits
