@@ -115,7 +115,7 @@ LOWEST := transformers==5.17.0
 # Whatever uses transformers for more than making a model.
 LOWEST_TESTS := tests/transformers_suite tests/cli/test_template.py tests/training/test_packing.py \
 	$(patsubst %,tests/checkpoints/test_%.py,base_revision gguf one_loader) \
-	$(patsubst %,tests/decode/test_%.py,attention custom_generate custom_generate_surface from_pretrained greedy lora \
+	$(patsubst %,tests/decode/test_%.py,attention custom_generate custom_generate_surface families from_pretrained greedy lora \
 	model_cache processors quantised recording_hooks stopping tensor_parallel transformers_surface unsupported)
 test-lowest: $(LOWEST_VENV)/.installed
 	OMP_NUM_THREADS=1 $(LOWEST_VENV)/bin/python -m pytest -n $(JOBS) --dist worksteal $(PYTEST_ARGS) $(if $(TESTS:tests=),$(TESTS),$(LOWEST_TESTS))

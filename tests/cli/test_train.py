@@ -187,3 +187,15 @@ def test_recipes_can_be_read(file):
     # Training from hidden states in 4 bits is the paper's setting.
     paper = file.stem in ("vicuna-7b", "vicuna-7b-medusa-2", "mistral-7b")
     assert len(config.warnings()) == paper
+
+
+@pytest.mark.parametrize("family", ["smollm3", "gemma2"])
+def test_a_first_config_of_another_family_trains_heads_that_generate(tmp_path, monkeypatch, capsys, family):
+    monkeypatch.chdir(tmp_path)
+    base, data = workshop.make_base(tmp_path / "base", family=family), workshop.make_data(tmp_path / "data.jsonl")
+    assert main(["train", "--init", str(base), str(data), "--recipe", "given-answers", "--out", "first.yaml"]) == 0
+    assert main(["train", "--config", "first.yaml", "--set", "optimisation.epochs=0.5"]) == 0
+    capsys.readouterr()
+    expected = workshop.greedy(base, "Hello", 8)
+    assert main(["generate", "--model", "runs/base/heads", "--prompt", "Hello", "--max-new-tokens", "8"]) == 0
+    assert expected in capsys.readouterr().out

@@ -36,7 +36,7 @@ MORE_FAMILIES = {
     "olmo2": ("Olmo2", {}),
     "olmo3": ("Olmo3", _SHORT),
     "gemma2": ("Gemma2", {"query_pre_attn_scalar": 12, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}
-               | _SHORT),
+               | _SHORT | {"attn_implementation": "eager"}),  # sdpa ignores the cap in transformers 5.17
     "gemma3": ("Gemma3", {"query_pre_attn_scalar": 2, "final_logit_softcapping": 3.0} | _SHORT),
     "mixtral": ("Mixtral", {"num_local_experts": 4, "sliding_window": 5}),
     "qwen2_moe": ("Qwen2Moe", _EXPERTS | _SHARED),

@@ -736,7 +736,8 @@ def test_losses_are_those_of_the_logits_that_transformers_gives(shop, tmp_path, 
     ids = torch.arange(5, 25)
     batch = {"input_ids": ids[None], "labels": ids[None], "position_ids": torch.arange(20)[None]}
     with torch.no_grad():
-        logits = AutoModelForCausalLM.from_pretrained(base).eval()(ids[None]).logits[0].double()
+        model = AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")  # caps in transformers 5.17 too
+        logits = model(ids[None]).logits[0].double()
     own = F.cross_entropy(logits[:-1], ids[1:], reduction="sum")
     hard = F.cross_entropy(logits[:-2], ids[2:], reduction="sum")
     soft = F.kl_div(logits[:-2].log_softmax(-1), logits[1:-1].softmax(-1), reduction="sum")
@@ -753,7 +754,8 @@ def test_losses_are_those_of_the_logits_that_transformers_gives(shop, tmp_path, 
         assert found["head_sums"].item() == pytest.approx(soft.item(), rel=1e-5)
     if shared:
         adapter = backbone.lm_head.lora_B.default.weight.grad
-        assert adapter is not None and bool(adapter.any())
+        assert adapter is not None
+        assert bool(adapter.any())
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import json
 
 import torch
 import toy
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from medusa_decoding.training.config import Config
 from medusa_decoding.training.loop.log import read_log
@@ -16,6 +16,7 @@ BASE = {
     "initializer_range": 0.2,
 }  # fmt: skip
 FAMILIES = {
+    "smollm3": {"no_rope_layers": [1, 0]},
     "granite": {"logits_scaling": 4.0, "embedding_multiplier": 2.0},
     "gemma2": {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 0.5, "query_pre_attn_scalar": 8},
 }
@@ -32,6 +33,15 @@ def make_base(folder, seed=0, family="llama", **sizes):
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def greedy(folder, prompt, count):
+    """The text that transformers writes after a prompt."""
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    found = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
+    return tokenizer.decode(found[0, ids.shape[1] :], skip_special_tokens=True)
 
 
 def make_data(file, count=22):

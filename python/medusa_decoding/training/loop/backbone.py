@@ -118,7 +118,7 @@ class TrainingBackbone:
         return self.causal.get_output_embeddings()
 
     def to_logits(self, adapted: bool = True) -> nn.Module:
-        """Return what makes logits of states: lm_head, with its adapter or without, and what the family does to them."""
+        """Return what makes logits of states: lm_head, with or without its adapter, and what the family adds to it."""
         lm_head = self.lm_head if adapted else without_adapter(self.lm_head)
         family = family_of(self.causal, "ForCausalLM")
         return lm_head if family is None else family.logits(lm_head, self.causal.config)
