@@ -1,5 +1,7 @@
 """Families beside Llama, Mistral, Qwen2 and Qwen3: every kind of layer that they have writes transformers' text."""
 
+import logging
+
 import pytest
 import torch
 from models import MORE_FAMILIES, heads_for, padded, prompts, tiny, transformers_greedy
@@ -38,3 +40,11 @@ def test_greedy_text_is_that_of_transformers(family):
     assert len({token for row in expected for token in row}) > 2
     assert output.sequences[:, ids.shape[1] :].tolist() == expected
     assert [transformers_greedy(model, row, NEW) for row in rows] == expected
+
+
+@pytest.mark.parametrize("layers", [0, 1])
+def test_layers_for_multi_token_prediction_are_named_once(caplog, layers):
+    model = tiny(num_nextn_predict_layers=layers)
+    with caplog.at_level(logging.INFO, "medusa_decoding"), MedusaModel(model, heads_for(model)) as medusa:
+        medusa.generate(prompts(1, [4])[0][None], max_new_tokens=4)
+    assert len([line for line in caplog.messages if "use_mtp=True" in line]) == layers

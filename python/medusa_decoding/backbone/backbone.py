@@ -24,6 +24,9 @@ from medusa_kernels.cache_rows import row_width
 
 logger = logging.getLogger(__name__)
 
+MTP = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
+"""What configs call the number of their multi-token prediction layers."""
+
 NATIVE_PREFILL = 128
 """Tokens of a prefill's chunk up to which the C++ library runs it; with more, PyTorch's products are as fast."""
 PIECES = {torch.uint8: 1024, torch.int8: 256}
@@ -90,6 +93,14 @@ class Backbone:
         self.cache_dtype: torch.dtype | None = None
         self.native: fused_layers.NativeLayers | None = None
         self.said: str | None = None
+        predicting = next((name for name in MTP if getattr(self.config, name, None)), None)
+        if predicting is not None:
+            logger.info(
+                "base_model: its config has %s = %s; Medusa decoding does not run such multi-token prediction layers, "
+                "transformers' generate(use_mtp=True) decodes with them",
+                predicting,
+                getattr(self.config, predicting),
+            )
 
     def undo(self) -> None:
         """Give the model its own modules back; a second call does nothing."""
