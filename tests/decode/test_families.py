@@ -1,12 +1,16 @@
 """Families beside Llama, Mistral, Qwen2 and Qwen3: every kind of layer that they have writes transformers' text."""
 
+import functools
 import logging
 
 import pytest
 import torch
 from models import MORE_FAMILIES, heads_for, padded, prompts, tiny, transformers_greedy
+from oracles import counted, fits, joint, new_tokens
+from peft import LoraConfig, get_peft_model
 
-from medusa_decoding import MedusaModel, Tree
+from medusa_decoding import MedusaModel, Session, Tree
+from medusa_decoding.decode.prefill import prefill
 
 NEW = 20
 
@@ -48,3 +52,69 @@ def test_layers_for_multi_token_prediction_are_named_once(caplog, layers):
     with caplog.at_level(logging.INFO, "medusa_decoding"), MedusaModel(model, heads_for(model)) as medusa:
         medusa.generate(prompts(1, [4])[0][None], max_new_tokens=4)
     assert len([line for line in caplog.messages if "use_mtp=True" in line]) == layers
+
+
+LONG = [(family, None) for family in ("phi3", "olmo3", "gemma2", "gemma3", "smollm3", "mixtral")]
+
+
+@pytest.mark.parametrize(("family", "cache"), [*LONG, ("gemma2", "int8"), ("phi4", "int8")])
+def test_turns_in_chunks_write_the_text_of_plain_decoding(family, cache, monkeypatch):
+    """Prompts longer than the window, in chunks, continued in a session; without int8 also transformers' text."""
+    model = wandering(family)
+    rows = prompts(2, [23, 9])
+    ids, mask = padded(rows)
+    monkeypatch.setattr("medusa_decoding.decode.loop.prefill", functools.partial(prefill, chunk=8))
+    monkeypatch.setattr("medusa_decoding.backbone.backbone.Backbone.prefill_nodes", lambda *_: 0)
+    with MedusaModel(model, heads_for(model), Tree.cartesian([4, 3]), cache_dtype=cache) as medusa:
+        plain = [new_tokens(medusa.generate(r[None], max_new_tokens=NEW, tree=Tree([])), len(r))[0] for r in rows]
+        assert new_tokens(medusa.generate(ids, mask, max_new_tokens=NEW), ids.shape[1]) == plain
+        session, text = Session(), rows[0].tolist()
+        for turn in ([], [1, 2, 3]):
+            text += turn
+            row = torch.tensor(text)
+            expected = new_tokens(medusa.generate(row[None], max_new_tokens=NEW, tree=Tree([])), len(row))[0]
+            assert new_tokens(medusa.generate(row[None], max_new_tokens=NEW, session=session), len(row))[0] == expected
+            if cache is None:
+                assert expected == transformers_greedy(model, row, NEW)
+            text += expected
+        assert session.reused > 23
+
+
+@pytest.mark.parametrize("family", ["granite", "gemma2"])
+def test_sampled_texts_have_the_probabilities_of_the_model(family):
+    """Logits that are divided or capped, against transformers' own."""
+    model = wandering(family, vocab_size=5)
+    prompt = [1, 3, 2]
+    heads = heads_for(model)
+    exact = joint(model, prompt, 2, temperature=0.8)
+    with MedusaModel(model, heads, Tree.cartesian([3, 2])) as medusa:
+        ids = torch.tensor([prompt] * 1000)
+        output = medusa.generate(ids, max_new_tokens=2, do_sample=True, temperature=0.8, top_k=0, seed=5)
+    assert fits(counted(new_tokens(output, 3), 5), exact)
+    assert not fits(counted(new_tokens(output, 3), 5), joint(model, prompt, 2, temperature=0.5))
+
+
+def test_adapters_on_joint_projections():
+    model = wandering("phi3")
+    plain = transformers_greedy(model, prompts(1, [7])[0], NEW)
+    torch.manual_seed(0)
+    targets = ["qkv_proj", "gate_up_proj", "o_proj", "down_proj"]
+    adapted = get_peft_model(model, LoraConfig(target_modules=targets, r=4, init_lora_weights=False)).eval()
+    [row] = prompts(1, [7])
+    expected = transformers_greedy(adapted, row, NEW)
+    assert expected != plain
+    with MedusaModel(adapted, heads_for(model), Tree.cartesian([4, 3])) as medusa:
+        output = medusa.generate(row[None], max_new_tokens=NEW)
+    assert new_tokens(output, len(row))[0] == expected
+
+
+def test_longrope_within_the_trained_length_and_beyond_it():
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0, 1.5, 2.0, 2.5],
+            "long_factor": [3.0, 4.0, 5.0, 6.0], "original_max_position_embeddings": 40}  # fmt: skip
+    model = wandering("phi3", rope_parameters=rope, original_max_position_embeddings=40)
+    [row] = prompts(1, [15])
+    with MedusaModel(model, heads_for(model), Tree.cartesian([4, 3])) as medusa:
+        output = medusa.generate(row[None], max_new_tokens=NEW)
+        assert new_tokens(output, len(row))[0] == transformers_greedy(model, row, NEW)
+        with pytest.raises(ValueError, match="expected at most 40 tokens"):
+            medusa.generate(row[None], max_new_tokens=40)

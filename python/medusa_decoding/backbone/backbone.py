@@ -217,6 +217,11 @@ class Backbone:
         return self.config.vocab_size
 
     @property
+    def rope_type(self) -> str | None:
+        """The type of the rotary embedding in the config, None if its layers have different ones."""
+        return (getattr(self.config, "rope_parameters", None) or {}).get("rope_type")
+
+    @property
     def context_limit(self) -> int:
         """The number of positions that the model supports.
 
@@ -226,6 +231,8 @@ class Backbone:
         declared = self.config.max_position_embeddings
         rope = getattr(self.config, "rope_parameters", None) or {}
         trained = rope.get("original_max_position_embeddings") or declared
+        if self.rope_type == "longrope":  # beyond it, other frequencies for all keys: see `rope_tables`
+            return int(trained)
         return max(declared, int(rope.get("factor", 1.0) * trained))
 
     def kv_shape(self, batch: int, capacity: int) -> tuple[int, ...]:

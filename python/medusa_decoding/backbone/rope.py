@@ -88,7 +88,7 @@ def rope_tables(
     """
     if "longrope" in rotary.rope_type:
         # Beyond that, transformers computes all keys anew with other frequencies. `Backbone.context_limit` ends there.
-        within = min(capacity, rotary.original_max_seq_len)
+        within = min(capacity, rotary.config.rope_parameters["original_max_position_embeddings"])
         short = _rows(_fresh(rotary), torch.empty(0, dtype=dtype, device=device), 0, within)
         missing = (0, 0, 0, capacity - within)
         return F.pad(short[0], missing), F.pad(short[1], missing)
