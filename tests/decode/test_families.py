@@ -118,3 +118,20 @@ def test_longrope_within_the_trained_length_and_beyond_it():
         assert new_tokens(output, len(row))[0] == transformers_greedy(model, row, NEW)
         with pytest.raises(ValueError, match="expected at most 40 tokens"):
             medusa.generate(row[None], max_new_tokens=40)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize(("family", "said"), [("phi3", "weights in int8"), ("gemma2", "module by module")])
+def test_quantised_modules_write_the_same_text(family, said):
+    """Joint projections are divided by rows, with their scales; or the library's own modules are called."""
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    model = wandering(family)
+    quantize_(model.model.layers, Int8WeightOnlyConfig(version=2))
+    rows = prompts(2, [7, 12])
+    expected = [transformers_greedy(model, row, NEW) for row in rows]
+    ids, mask = padded(rows)
+    with MedusaModel(model, heads_for(model), Tree.cartesian([4, 3])) as medusa:
+        output = medusa.generate(ids, mask, max_new_tokens=NEW)
+        assert said in medusa.backbone.said
+    assert output.sequences[:, ids.shape[1] :].tolist() == expected

@@ -36,7 +36,7 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.fixture(params=["llama", "qwen3", "window"])
+@pytest.fixture(params=["llama", "qwen3", "gemma3", "window"])
 def model(request):
     window = {"sliding_window": 7} if request.param == "window" else {}
     base = tiny("mistral" if window else request.param, max_position_embeddings=160, **window)
