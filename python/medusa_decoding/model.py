@@ -373,6 +373,8 @@ class MedusaModel:
         self._check_swapped()
         with self.backbone.lock.held(self.backbone.device):
             self._check_decodable()
+            budgets = zip(map(len, request.prompts), request.limits.budgets, strict=True)
+            self.backbone.check_length(max(length + budget for length, budget in budgets))
             if request.session is not None and self.backbone.peers.size > 1:
                 # Each process would have to find the same rows in its own memory.
                 raise ValueError(f"session: expected a model in one process, got one over {self.backbone.peers.size}")

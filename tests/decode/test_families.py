@@ -135,3 +135,9 @@ def test_quantised_modules_write_the_same_text(family, said):
         output = medusa.generate(ids, mask, max_new_tokens=NEW)
         assert said in medusa.backbone.said
     assert output.sequences[:, ids.shape[1] :].tolist() == expected
+
+
+def test_a_window_that_contradicts_the_type_of_its_layer_is_refused():
+    """transformers masks by `layer_types`, and SmolLM3's attention has no window with `use_sliding_window=False`."""
+    with pytest.raises(ValueError, match=r"layer 0: expected a window where .* got a layer of type sliding_attention"):
+        MedusaModel(tiny("smollm3", use_sliding_window=False))

@@ -21,7 +21,7 @@ from torch import nn
 from medusa_decoding.backbone.families import FAMILIES, Family, family_of
 from medusa_decoding.backbone.kv_cache import TreeCache
 from medusa_decoding.backbone.prefill_attention import prefill_attention
-from medusa_decoding.backbone.rope import in_halves, rotary_width
+from medusa_decoding.backbone.rope import in_halves
 from medusa_kernels import rope_append, tree_attention
 
 
@@ -73,7 +73,7 @@ class TreeAttention(nn.Module):
         self.window = family.window_of(original)
         self.table = family.table_of(original)
         self.softcap: float | None = None if family.softcap is None else getattr(original, family.softcap)
-        self.rotated = rotary_width(original.config, original.head_dim)
+        self.rotated = family.rotary_width(original.config, original.head_dim)
 
     def __getattr__(self, name: str) -> Any:
         """Get attributes that this class does not define (layer_type, is_causal, ..) from the original."""
@@ -270,6 +270,13 @@ def check_layers(layers: Iterable[Any]) -> None:
         if not isinstance(attention, TreeAttention) and family_of(attention) is None:
             names = ", ".join(family.prefix for family in FAMILIES)
             raise ValueError(f"layer {index}: expected an attention of {names}, got {type(attention).__name__}")
+        original = getattr(attention, "original", attention)
+        family = family_of(original)
+        other = None if family is None else family.check_window(original)
+        if other is not None:
+            raise ValueError(
+                f"layer {index}: expected a window where its type in config.layer_types is sliding, got {other}"
+            )
 
 
 # Swaps of one model share its swapped modules and count their users. The lock is taken per layer, and is reentrant,

@@ -16,7 +16,7 @@ from medusa_decoding.backbone import fused_layers, unsupported
 from medusa_decoding.backbone.attention_swap import AttentionSwap, DecodeContext, check_layers
 from medusa_decoding.backbone.families import family_of
 from medusa_decoding.backbone.generation_lock import lock_of
-from medusa_decoding.backbone.rope import rotary_width, tables_of_layers, widened
+from medusa_decoding.backbone.rope import tables_of_layers, widened
 from medusa_decoding.backbone.tensor_parallel import Peers, Sharded, local_kv_heads
 from medusa_decoding.linears.holding import LinearHold
 from medusa_decoding.linears.reading import is_hooked
@@ -70,7 +70,10 @@ class Backbone:
         decoder: Any = getattr(causal, "model", None)
         parts = all(hasattr(decoder, name) for name in ("embed_tokens", "layers", "norm", "rotary_emb"))
         if not parts or not hasattr(causal, "lm_head") or not hasattr(causal, "generation_config"):
-            raise ValueError(f"base_model: expected a Llama-family causal language model, got {type(causal).__name__}")
+            raise ValueError(
+                f"base_model: expected a Llama-family causal language model, got {type(causal).__name__}; of a model "
+                "with images, load the text model alone"
+            )
         self.causal_lm = causal
         self.decoder = decoder
         self.config: Any = causal.config
@@ -235,6 +238,14 @@ class Backbone:
             return int(trained)
         return max(declared, int(rope.get("factor", 1.0) * trained))
 
+    def check_length(self, tokens: int) -> None:
+        """Raise `ValueError` if rotary tables do not reach as far as a text of so many tokens, its prompt included."""
+        if self.rope_type == "longrope" and tokens > self.context_limit:
+            raise ValueError(
+                f"max_new_tokens: expected at most {self.context_limit} tokens with the prompt (the trained length of "
+                f"this model's longrope), got {tokens}; use transformers' own generate"
+            )
+
     def kv_shape(self, batch: int, capacity: int) -> tuple[int, ...]:
         """Return the shape of the KV cache, [L, 2, B, Hkv, S, D], with the KV heads of this process.
 
@@ -247,11 +258,9 @@ class Backbone:
         """Return rotary tables by position for prompts of these lengths, see `rope.tables_of_layers`."""
         names, rotary = self.family.tables(self.config), self.decoder.rotary_emb
         tables = tables_of_layers(rotary, names, prompt_lengths, capacity, self.dtype, self.device)
-        width = tables[0].shape[-1]
-        if width != rotary_width(self.config, self.head_dim):
-            raise ValueError(
-                f"rope: expected tables for {rotary_width(self.config, self.head_dim)} numbers, got {width}"
-            )
+        width, expected = tables[0].shape[-1], self.family.rotary_width(self.config, self.head_dim)
+        if width != expected:
+            raise ValueError(f"rope: expected tables for {expected} numbers of each head, got {width}")
         return tables if width == self.head_dim else widened(tables, self.head_dim)
 
     @property

@@ -32,6 +32,7 @@ class Family:
         norms: where a layer's norms are: before attention and MLP, after them, or both.
         activation: the MLP's module for it.
         rope_by_type: whether the rotary embedding depends on the layer's type.
+        partial: whether the rotary embedding may be of a part of each head (`partial_rotary_factor`).
         rotated: the attention's attribute that says whether its layer has a rotary embedding, or None: all have.
         softcap: the attention's attribute that caps its scores.
         embedding: the decoder's attribute that embeddings are multiplied with.
@@ -49,6 +50,7 @@ class Family:
     norms: Literal["before", "after", "both"] = "before"
     activation: str = "act_fn"
     rope_by_type: bool = False
+    partial: bool = False
     rotated: str | None = None
     softcap: str | None = None
     embedding: str | None = None
@@ -67,6 +69,19 @@ class Family:
         if self.window is None:
             return None
         return getattr(attention.config if self.window == "config" else attention, "sliding_window", None)
+
+    def check_window(self, attention: Any) -> str | None:
+        """Return how an attention's window contradicts its layer's type, by which transformers masks; or None."""
+        types = getattr(attention.config, "layer_types", None) if self.window == "layer" else None
+        kind = types[attention.layer_idx] if types else None
+        if kind is None or (kind == "sliding_attention") == bool(self.window_of(attention)):
+            return None
+        return f"a layer of type {kind} with the window {self.window_of(attention)}"
+
+    def rotary_width(self, config: Any, head_dim: int) -> int:
+        """Return how many of a head's numbers are rotated."""
+        given = getattr(config, "rope_parameters", None) or {}
+        return int(head_dim * given.get("partial_rotary_factor", 1.0)) if self.partial else head_dim
 
     def tables(self, config: Any) -> tuple[str, ...] | None:
         """Return the names of the model's rotary tables if its layers have different ones, else None."""
@@ -131,7 +146,10 @@ FAMILIES = (
     Family("qwen2", "Qwen2", window="layer"),
     Family("qwen3", "Qwen3", window="layer", normed="heads"),
     Family("smollm3", "SmolLM3", window="layer", rotated="use_rope"),
-    Family("phi3", "Phi3", window="config", qkv=("qkv_proj",), gate_up=("gate_up_proj",), activation="activation_fn"),
+    Family(
+        "phi3", "Phi3", window="config", qkv=("qkv_proj",), gate_up=("gate_up_proj",), activation="activation_fn",
+        partial=True,
+    ),
     Family(
         "granite", "Granite", embedding="embedding_multiplier", logits_divisor="logits_scaling",
         unlike="it multiplies what its layers add",
@@ -142,7 +160,7 @@ FAMILIES = (
     _gemma("gemma3", "Gemma3", normed="heads", rope_by_type=True),
     Family("mixtral", "Mixtral", window="config", unlike=_EXPERTS),
     Family("qwen2_moe", "Qwen2Moe", window="layer", unlike=_EXPERTS),
-    Family("qwen3_moe", "Qwen3Moe", window="layer", normed="heads", unlike=_EXPERTS),
+    Family("qwen3_moe", "Qwen3Moe", window="config", normed="heads", unlike=_EXPERTS),
 )  # fmt: skip
 """The families whose attention modules can be swapped. Phi-4 has Phi-3's classes."""
 

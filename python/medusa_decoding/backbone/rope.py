@@ -21,12 +21,6 @@ from medusa_decoding.linears.reading import is_hooked
 Tables = tuple[torch.Tensor, torch.Tensor]
 
 
-def rotary_width(config: Any, head_dim: int) -> int:
-    """Return how many of a head's numbers are rotated: of Phi, a part (`partial_rotary_factor`)."""
-    given = getattr(config, "rope_parameters", None) or {}
-    return int(head_dim * given.get("partial_rotary_factor", 1.0))
-
-
 def in_halves(x: torch.Tensor, width: int) -> torch.Tensor:
     """Return heads [.., D], whose first `width` numbers are rotated, with these at the beginning of each half.
 
@@ -59,7 +53,8 @@ def tables_of_layers(
     the types of layers that the rotary module takes, each with tables that depend on the position alone.
 
     Raises:
-        ValueError: as `rope_tables`; or rotations of a layer's type whose frequencies depend on the length.
+        ValueError: as `rope_tables`; or rotations of a layer's type whose frequencies depend on the length,
+            or of another package's module.
     """
     if names is None or "not rotated" in names:
         rotated = rope_tables(rotary, prompt_lengths, capacity, dtype, device)
@@ -70,6 +65,11 @@ def tables_of_layers(
     for name, kind in rotary.rope_type.items():
         if kind in ("dynamic", "longrope"):
             raise ValueError(f"rope: expected default, linear, llama3 or yarn for {name}, got {kind}")
+    if is_hooked(rotary) or foreign_forward(type(rotary)):
+        raise ValueError(
+            "base_model.model.rotary_emb: expected transformers' own module without hooks for layers with different "
+            f"rotations, got {type(rotary).__name__}; use transformers' own generate"
+        )
     sample = torch.empty(0, dtype=dtype, device=device)
     of_each = [_rows(functools.partial(rotary, layer_type=name), sample, 0, capacity) for name in names]
     return torch.stack([found[0] for found in of_each]), torch.stack([found[1] for found in of_each])

@@ -225,6 +225,8 @@ def _check_training(causal: nn.Module, module: Any) -> None:
     what = None
     if "Dropout" in type(module).__name__:
         what = getattr(module, "p", 0.0) and f"dropout, got {module.p}"
+    elif getattr(module, "jitter_noise", 0):
+        what = f"noise on what experts get, got {module.jitter_noise}"
     elif "self_attn" in module._modules:  # a decoder layer, whose attention drops what it attends to
         if getattr(module, "gradient_checkpointing", False):
             what = "gradient checkpointing (before 5.24, transformers decodes without its cache then), got it"

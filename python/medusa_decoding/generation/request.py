@@ -137,12 +137,6 @@ def check_request(
         raise ValueError(f"streamer: expected a batch of 1, got {len(prompts)}")
     lengths = [len(prompt) for prompt in prompts]
     limits = settings.limits_from_config(config, lengths, input_ids.shape[1], backbone.context_limit)
-    most = max(length + budget for length, budget in zip(lengths, limits.budgets, strict=True))
-    if most > backbone.context_limit and backbone.rope_type == "longrope":
-        raise ValueError(
-            f"max_new_tokens: expected at most {backbone.context_limit} tokens with the prompt (the trained length of "
-            f"this model's longrope), got {most}; use transformers' own generate"
-        )
     return Request(
         input_ids.repeat_interleave(count, 0), prompts, config, limits, acceptance, threshold, alpha, processors,
         prefix_allowed_tokens_fn, criteria, streamer, seed, metrics, session,

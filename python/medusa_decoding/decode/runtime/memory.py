@@ -128,6 +128,7 @@ def memory_use(backbone: Backbone, sizes: Sizes, rows: int, chunk: int = PREFILL
     rotary = backbone.decoder.rotary_emb
     # One table per row if prompts of different lengths may scale it differently.
     tables = batch if "dynamic" in rotary.rope_type and capacity > rotary.original_max_seq_len else 1
+    tables *= len(backbone.family.tables(backbone.config) or (0,))
     at_once = min(batch * max(sizes.prompt_lengths), max(chunk, batch))
     return MemoryUse(
         batch=batch,
@@ -149,6 +150,11 @@ def _pass(backbone: Backbone, rows: int, item: int) -> int:
     norm = 3 * hidden * 4  # in fp32: the input, its square, the product
     attention = (5 * q + 4 * kv) * item  # projected, rotated (with the products of the rotation), output and its copy
     mlp = 3 * inner * item  # two of gate, its activation and up, and their product
+    experts = getattr(config, "num_experts_per_tok", None)
+    if experts:  # as many copies of the input and the output as a token has experts, and gate and up together
+        own = getattr(config, "moe_intermediate_size", None) or inner
+        shared = getattr(config, "shared_expert_intermediate_size", 0)
+        mlp = max(mlp, (experts * (4 * own + 2 * hidden) + 3 * shared) * item)
     return rows * (always + max(norm, attention, mlp))
 
 
