@@ -136,7 +136,7 @@ def apart_limit(decoder: Any) -> str | None:
     for layer in decoder.layers:
         if layer.self_attn.table is not None:
             return "layers with different rotary embeddings"
-        if layer.self_attn.rotated < layer.self_attn.head_dim:
+        if layer.self_attn.rotary_width < layer.self_attn.head_dim:
             return "rotary embeddings of a part of each head"
     return None
 
@@ -206,9 +206,7 @@ def _linear(
     parts: int = 1,
 ) -> torch.Tensor:
     given = [_projection(module) for module in modules]
-    if gate and len(given) == 1:
-        given = _divided(given[0], [len(given[0].weight) // 2] * 2)
-    weights, biases, scales, zeros, codes = zip(*given, strict=True)
+    weights, biases, scales, zeros, codes = zip(*(_divided(given, 1, 1) if gate else given), strict=True)
     adapters = read_adapters(modules, x.dtype)
     if adapters is not None:
         residual = decode_linear(decode_linear(x, [adapters.down]), [adapters.up], residual=residual)
@@ -283,20 +281,17 @@ def _groups(layer: Any) -> list[list[Any]]:
 def _projections(layer: Any) -> list[Projection]:
     """Return what the ops read of q, k, v, o, gate, up and down; joint ones are divided by rows."""
     qkv, out, gate_up, down = ([_projection(module) for module in group] for group in _groups(layer))
-    if len(qkv) == 1:
-        groups = layer.self_attn.num_key_value_groups
-        head = len(qkv[0].weight) // (groups + 2)
-        qkv = _divided(qkv[0], [groups * head, head, head])
-    if len(gate_up) == 1:
-        gate_up = _divided(gate_up[0], [len(gate_up[0].weight) // 2] * 2)
-    return [*qkv, *out, *gate_up, *down]
+    return [*_divided(qkv, layer.self_attn.num_key_value_groups, 1, 1), *out, *_divided(gate_up, 1, 1), *down]
 
 
-def _divided(joint: Projection, sizes: list[int]) -> list[Projection]:
-    """Return the projections that one holds side by side, as views of so many rows each."""
-    *tensors, codes = joint
-    of_each = zip(*(repeat(None) if tensor is None else tensor.split(sizes) for tensor in tensors), strict=False)
-    return [Projection(weight, bias, scale, zero, codes) for weight, bias, scale, zero in of_each]
+def _divided(given: list[Projection], *shares: int) -> list[Projection]:
+    """Return projections side by side; a joint one is divided into views of so many shares of its rows."""
+    if len(given) > 1:
+        return given
+    [(weight, bias, scale, zero, codes)] = given
+    sizes = [len(weight) // sum(shares) * share for share in shares]
+    tensors = (repeat(None) if tensor is None else tensor.split(sizes) for tensor in (weight, bias, scale, zero))
+    return [Projection(w, b, s, z, codes) for w, b, s, z in zip(*tensors, strict=False)]
 
 
 def _layer_weights(layer: Any) -> LayerWeights:
