@@ -170,7 +170,7 @@ def test_a_file_that_something_else_wrote_is_not_continued(run, tmp_path):
     whole = (tmp_path / "out.jsonl").read_bytes()
     for damage in (b"precious\n", b'{"index": -1}\n'):
         (tmp_path / "out.jsonl").write_bytes(whole + damage)
-        assert f"out.jsonl:{len(TEXTS) + 1}: expected a generated record" in run("--resume", code=2)
+        assert f"out.jsonl:{len(TEXTS) + 1}: expected a record of this run" in run("--resume", code=2)
         assert (tmp_path / "out.jsonl").read_bytes() == whole + damage
 
 

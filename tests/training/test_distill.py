@@ -11,11 +11,11 @@ from toy import CHATML, INST, SPACED, THINKING, chat, marked, unmarked
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa_decoding import MedusaHeads, MedusaModel, Tree
+from medusa_decoding.files.resumable import companion
 from medusa_decoding.training.config import GenerationConfig, SourceConfig
 from medusa_decoding.training.data.answer_states import AnswerStates
 from medusa_decoding.training.data.encoding import ChatEncoder, Example, encode_records, fingerprint
 from medusa_decoding.training.data.records import Record, Report, read_records
-from medusa_decoding.training.data.resumable import companion
 from medusa_decoding.training.distill import distill
 from medusa_decoding.training.distill.distill import generate_records
 from medusa_decoding.training.distill.record_file import finished
@@ -331,7 +331,7 @@ def test_records_of_other_settings_models_heads_and_seeds_are_not_mixed(generate
     generate(model, chatml, records())
     before = generate.path.read_bytes()
     with pytest.raises(
-        ValueError, match=r"output: expected no generated records in .*out.jsonl, got some; continue with"
+        ValueError, match=r"output: expected no records of an earlier run in .*out.jsonl, got some; continue with"
     ):
         generate(model, chatml, records())
     other = language_model(chatml)

@@ -293,36 +293,41 @@ def run(make, out, resume, prompts=PROMPTS, **settings):
 
 @pytest.fixture(scope="module")
 def finished(make, tmp_path_factory):
-    """The bytes of an undisturbed run's result, and of its progress before that was deleted."""
+    """The bytes of an undisturbed run's result, and of its progress and that one's settings before they went."""
     out = tmp_path_factory.mktemp("finished") / "whole.json"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module._Progress, "remove", lambda self: None)
+        patch.setattr(module, "remove", lambda file: None)
         run(make, out, False)
-    return out.read_bytes(), out.with_name("whole.json.progress").read_bytes()
+    return tuple(out.with_name(out.name + end).read_bytes() for end in ("", ".progress", ".progress.settings"))
+
+
+def put_progress(out, progress, settings):
+    out.with_name(out.name + ".progress").write_bytes(progress)
+    out.with_name(out.name + ".progress.settings").write_bytes(settings)
 
 
 def test_a_run_killed_at_any_point_resumes_to_the_same_bytes(make, tmp_path, finished, monkeypatch):
-    whole, progress = finished
+    whole, progress, settings = finished
     lines = progress.splitlines(keepends=True)
-    assert len(lines) == 1 + len(PROMPTS)
+    assert len(lines) == len(PROMPTS)
     asked = []
     answer = module.rank_answers
     monkeypatch.setattr(
         module, "rank_answers", lambda writer, prompt, n: asked.append((n, prompt)) or answer(writer, prompt, n)
     )
-    starts = [sum(map(len, lines[:n])) for n in range(1, len(lines) + 1)]
+    starts = [sum(map(len, lines[:n])) for n in range(len(lines) + 1)]
     for done, start in enumerate(starts):
         # After a whole line, or with the first or all but the last byte of the next one.
-        for torn in {0: (0, 1), 3: (0, len(lines[4]) - 1)}.get(done, (0,)):
+        for torn in {0: (0, 1), 3: (0, len(lines[3]) - 1)}.get(done, (0,)):
             out = tmp_path / f"{done}-{torn}.json"
-            out.with_name(out.name + ".progress").write_bytes(progress[: start + torn])
+            put_progress(out, progress[: start + torn], settings)
             asked.clear()
-            with pytest.raises(ValueError, match=r"resume: expected True \(--resume\) to go on from .*.json.progress"):
+            with pytest.raises(ValueError, match=r"out: expected no records .* in .*.json.progress, .* \(--resume\)"):
                 run(make, out, False)
             run(make, out, True)
             assert out.read_bytes() == whole
             assert asked == [*enumerate(PROMPTS)][done:]  # nothing twice
-            assert not out.with_name(out.name + ".progress").exists()
+            assert [path.name for path in tmp_path.glob(f"{out.name}*")] == [out.name]
 
 
 def test_a_finished_result_is_reused_only_for_the_same_run(make, tmp_path, finished, monkeypatch):
@@ -356,19 +361,18 @@ def test_a_file_that_is_not_a_calibration_is_not_overwritten(make, tmp_path):
     ],
 )
 def test_progress_of_something_else_is_refused(make, tmp_path, finished, changes, words):
-    progress = tmp_path / "c.json.progress"
-    progress.write_bytes(finished[1])
-    with pytest.raises(ValueError, match=rf"{words}.* like the counts in .*c.json.progress"):
+    put_progress(tmp_path / "c.json", *finished[1:])
+    with pytest.raises(ValueError, match=rf"{words}.* like the records that are there .*c.json.progress"):
         run(make, tmp_path / "c.json", True, **changes)
-    assert progress.read_bytes() == finished[1]
+    assert (tmp_path / "c.json.progress").read_bytes() == finished[1]
 
 
 def test_another_generation_config_or_other_heads_are_another_run(make, tmp_path, finished):
-    (tmp_path / "c.json.progress").write_bytes(finished[1])
+    put_progress(tmp_path / "c.json", *finished[1:])
     settings = {"max_new_tokens": 16, "prompt_tokens": 6, "out": tmp_path / "c.json", "resume": True}
     model, tokenizer = make()
     model.base.generation_config.no_repeat_ngram_size = 2
-    with pytest.raises(ValueError, match=r"settings: expected .*'generation': .* like the counts in"):
+    with pytest.raises(ValueError, match=r"settings: expected .*'generation': .* like the records that are there"):
         calibrate(model, tokenizer, PROMPTS, **settings)
     model, tokenizer = make()
     with torch.no_grad():

@@ -9,8 +9,6 @@ the random numbers that it was drawn with, as in decoding. This module does not 
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,11 +16,12 @@ from typing import Any
 from medusa_decoding.calibration.texts import Settings, Writer
 from medusa_decoding.evaluation.own_text import RANKS, own_text_ranks
 from medusa_decoding.evaluation.prompts import Prompt
-from medusa_decoding.files import only_writer, parse_json, write_text
+from medusa_decoding.files import only_writer
+from medusa_decoding.files.resumable import ResumableFile, check_new, remove, stated
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.options import PROMPT_TOKENS
 from medusa_decoding.progress import Progress
-from medusa_decoding.trees.calibration import FORMAT, NONE, Calibration, Text, text_name_of, text_of
+from medusa_decoding.trees.calibration import NONE, Calibration, Text, text_name_of, text_of
 from medusa_decoding.trees.tree import Tree
 
 RANK_NAMES = {"-", *map(str, range(RANKS))}
@@ -89,28 +88,36 @@ def calibrate(
             if not progress_file(file).exists():
                 _check_same(file, existing.made, made)
             if existing.texts is not None and {name: existing.made.get(name) for name in made} == made:
-                _remove_progress(progress_file(file), made)
+                if stated(progress_file(file)) == made:  # stopped after it had written its result
+                    remove(progress_file(file))
                 return existing
-        found = _Progress(None if file is None else progress_file(file), made, heads)
-        done = len(found.texts)
-        with Progress(len(prompts), "prompt", initial=done, shown=progress) as bar:
-            for number in range(done, len(prompts)):
-                found.add(*rank_answers(writer, prompts[number], number))
+        kept = None
+        if file is not None:
+            kept = ResumableFile(progress_file(file), made, resume, lambda line: _parse(line, heads), name="out")
+        done: list[tuple[list[Text], int]] = [] if kept is None else kept.earlier
+        with Progress(len(prompts), "prompt", initial=len(done), shown=progress) as bar:
+            for number in range(len(done), len(prompts)):
+                texts, left_out = rank_answers(writer, prompts[number], number)
+                if kept is not None:
+                    kept.write([{"texts": [*map(text_name_of, texts)], "left_out": left_out}])
+                done.append((texts, left_out))
                 bar.update()
-        written = [text for texts in found.texts for text in texts]
+        left_out = sum(turns for _, turns in done)
+        written = [text for texts, _ in done for text in texts]
         tokens = sum(1 + len(text) for text in written)
         if not any(len(text) >= heads for text in written):
-            found.remove()  # a resumed run would fail here again
+            if file is not None:
+                remove(progress_file(file))  # a resumed run would fail here again
             raise ValueError(
                 f"prompts: expected a text of at least {heads + 1} new tokens to one of them (as far as the heads "
-                f"reach), got {len(written)} texts with {tokens} tokens in all, {found.left_out} turns left out for "
+                f"reach), got {len(written)} texts with {tokens} tokens in all, {left_out} turns left out for "
                 "want of room in the context"
             )
-        made |= {"texts": len(written), "tokens": tokens, "left_out": found.left_out}
-        result = Calibration.of(heads, ranks, found.texts, made)
+        made |= {"texts": len(written), "tokens": tokens, "left_out": left_out}
+        result = Calibration.of(heads, ranks, [texts for texts, _ in done], made)
         if file is not None:
             result.save(file)
-            found.remove()
+            remove(progress_file(file))
         return result
 
 
@@ -149,67 +156,9 @@ def check_fresh(out: Path, resume: bool) -> Calibration | None:
             existing = Calibration.load(out)
         except ValueError as error:
             raise ValueError(f"out: expected a new file or a calibration to take the place of, got {error}") from error
-    if progress_file(out).exists() and not resume:
-        raise ValueError(
-            f"resume: expected True (--resume) to go on from {progress_file(out)}, or no such file, got False"
-        )
+    if not resume:
+        check_new(progress_file(out), "out")
     return existing
-
-
-class _Progress:
-    """Texts of the prompts done so far, and the file with them: a line about the run, then one line per prompt.
-
-    A last line that a killed process has not written to its end is cut off.
-
-    Attributes:
-        texts: one list per prompt.
-        left_out: turns that did not fit the context.
-    """
-
-    def __init__(self, path: Path | None, made: Mapping[str, Any], num_heads: int) -> None:
-        self.texts: list[list[Text]] = []
-        self.left_out, self._path = 0, path
-        if path is None:
-            return
-        if not path.exists():
-            write_text(path, _header(made).decode())
-            return
-        content = path.read_bytes()
-        *lines, torn = content.split(b"\n")
-        if torn:
-            os.truncate(path, len(content) - len(torn))
-        if not lines:
-            raise ValueError(f"{path}: expected what is counted in its first line, got an empty file")
-        for number, line in enumerate(lines, start=1):
-            try:
-                values = parse_json(line, f"{path}:{number}")
-                if number > 1:
-                    self._include(*_parse(values, num_heads))
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(
-                    f"{path}:{number}: expected a prompt's texts, got another line ({error!s:.200}); remove this line "
-                    "and those after it to go on from there"
-                ) from error
-            if number == 1:
-                _check_same(path, values, {"format": FORMAT, **made})
-
-    def add(self, texts: list[Text], left_out: int) -> None:
-        """Add a prompt's texts, and write them to the disk."""
-        self._include(texts, left_out)
-        if self._path is not None:
-            with self._path.open("ab") as file:
-                file.write(_line({"texts": [*map(text_name_of, texts)], "left_out": left_out}))
-                file.flush()
-                os.fsync(file.fileno())
-
-    def remove(self) -> None:
-        """Delete the file."""
-        if self._path is not None:
-            self._path.unlink()
-
-    def _include(self, texts: list[Text], left_out: int) -> None:
-        self.texts.append(texts)
-        self.left_out += left_out
 
 
 def _parse(values: Any, num_heads: int) -> tuple[list[Text], int]:
@@ -221,22 +170,8 @@ def _parse(values: Any, num_heads: int) -> tuple[list[Text], int]:
     return [text_of(name, num_heads) for name in names], left_out
 
 
-def _remove_progress(path: Path, made: Mapping[str, Any]) -> None:
-    """Delete the progress of a run that was stopped after it had written its result; leave that of another run."""
-    if path.is_file() and path.read_bytes().startswith(_header(made)):
-        path.unlink()
-
-
 def _check_same(path: Path, stated: Any, made: Mapping[str, Any]) -> None:
     for name, now in made.items():
         before = stated.get(name) if isinstance(stated, dict) else None
         if before != now:
             raise ValueError(f"{name}: expected {before} like the counts in {path}, got {now}")
-
-
-def _header(made: Mapping[str, Any]) -> bytes:
-    return _line({"format": FORMAT, **made})
-
-
-def _line(content: Mapping[str, Any]) -> bytes:
-    return (json.dumps(content) + "\n").encode()

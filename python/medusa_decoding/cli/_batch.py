@@ -22,13 +22,13 @@ from medusa_decoding.checks import check_count, token_list
 from medusa_decoding.cli import _arguments
 from medusa_decoding.evaluation.prompts import Prompt, read_prompts
 from medusa_decoding.files import only_writer
+from medusa_decoding.files.resumable import ResumableFile, check_new
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.options import SLOTS
 from medusa_decoding.progress import Progress
 from medusa_decoding.provenance import fingerprint
 from medusa_decoding.serving.answers import Answer, Answers
 from medusa_decoding.serving.rows import own_stop_strings
-from medusa_decoding.training.data.resumable import ResumableFile, check_new
 
 
 @dataclass

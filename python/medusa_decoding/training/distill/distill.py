@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase
 
 from medusa_decoding.checks import token_list
 from medusa_decoding.files import only_writer
+from medusa_decoding.files.resumable import companion
 from medusa_decoding.generation import settings as decoding
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.provenance import fingerprint
@@ -31,7 +32,6 @@ from medusa_decoding.training.config import GenerationConfig
 from medusa_decoding.training.data.answer_states import AnswerStates
 from medusa_decoding.training.data.encoding import ChatEncoder
 from medusa_decoding.training.data.records import EXAMPLES, Record
-from medusa_decoding.training.data.resumable import companion
 from medusa_decoding.training.data.sources import BadRecordError
 from medusa_decoding.training.distill.record_file import STATES, RecordFile
 from medusa_decoding.training.distill.seeds import Seed

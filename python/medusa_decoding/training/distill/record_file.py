@@ -1,4 +1,4 @@
-"""Append generated records to a file, so that a stopped run can continue; see `data.resumable`.
+"""Append generated records to a file, so that a stopped run can continue; see `medusa_decoding.files.resumable`.
 
 `records.jsonl.finished` exists once all records are written.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_decoding.files import read_json_object, whole_file, write_json
-from medusa_decoding.training.data.resumable import ResumableFile, companion
+from medusa_decoding.files.resumable import ResumableFile, companion
 
 STATES = "states"
 """The companion of a file of records that has hidden states, an `AnswerStates`."""

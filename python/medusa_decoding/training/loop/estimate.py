@@ -19,9 +19,9 @@ from torch import nn
 from medusa_decoding.checkpoints import pretrained
 from medusa_decoding.checkpoints.exporting import readers
 from medusa_decoding.decode.runtime.memory import available, size
+from medusa_decoding.files.resumable import companion
 from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.training.config import Config
-from medusa_decoding.training.data.resumable import companion
 from medusa_decoding.training.distill.record_file import STATES
 from medusa_decoding.training.loop.backbone import DTYPES, NAME, TrainingBackbone
 from medusa_decoding.training.loop.heads import make_heads, new_heads

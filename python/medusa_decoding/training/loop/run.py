@@ -17,11 +17,11 @@ import torch
 from medusa_decoding.checkpoints import write_heads
 from medusa_decoding.checkpoints.pretrained import stated_sizes
 from medusa_decoding.files import read_json_object, whole_folder, write_json
+from medusa_decoding.files.resumable import companion
 from medusa_decoding.provenance import fingerprint as weights_fingerprint
 from medusa_decoding.provenance import versions
 from medusa_decoding.training.config import Config
 from medusa_decoding.training.data.answer_states import AnswerStates
-from medusa_decoding.training.data.resumable import companion
 from medusa_decoding.training.distill.record_file import STATES, asked_of, saved_states
 from medusa_decoding.training.loop import card
 from medusa_decoding.training.loop.accuracy import HeadAccuracy, Measured

@@ -44,17 +44,17 @@ class ResumableFile:
         name: str = "output",
     ) -> None:
         self.path = path
-        stated = companion(path, "settings")
         if not resume:
             check_new(path, name)
-        if path.exists() and not stated.exists():
-            raise ValueError(f"{name}: {stated}, which says what {path} was made with, is missing")
-        if stated.exists():
-            _check_same(stated, json.loads(json.dumps(settings)))
+        before = stated(path)
+        if before is not None:
+            _check_same(companion(path, "settings"), before, json.loads(json.dumps(settings)))
+        elif path.exists():
+            raise ValueError(f"{name}: {companion(path, 'settings')}, which says what {path} was made with, is missing")
         self.earlier = list(self._read(known)) if path.exists() else []
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not stated.exists():
-            write_json(stated, settings)
+        if before is None:
+            write_json(companion(path, "settings"), settings)
 
     def write(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Write records as one block.
@@ -81,7 +81,7 @@ class ResumableFile:
                     found = known(parse_json(line, where))
                 except (ValueError, KeyError, TypeError) as error:
                     raise ValueError(
-                        f"{where}: expected a generated record, got another line ({error!s:.200}); remove this line "
+                        f"{where}: expected a record of this run, got another line ({error!s:.200}); remove this line "
                         "and those after it to continue from there"
                     ) from error
                 yield found
@@ -90,7 +90,21 @@ class ResumableFile:
 def check_new(path: Path, name: str = "output") -> None:
     """Raise `ValueError` if a file, or its settings, exist already."""
     if path.exists() or companion(path, "settings").exists():
-        raise ValueError(f"{name}: expected no generated records in {path}, got some; continue with them (--resume)")
+        raise ValueError(
+            f"{name}: expected no records of an earlier run in {path}, got some; continue with them (--resume)"
+        )
+
+
+def stated(path: Path) -> dict[str, Any] | None:
+    """Return what a file was made with, or None if nothing says so."""
+    settings = companion(path, "settings")
+    return read_json_object(settings) if settings.is_file() else None
+
+
+def remove(path: Path) -> None:
+    """Delete a file and its settings, if they exist."""
+    for file in (path, companion(path, "settings")):
+        file.unlink(missing_ok=True)
 
 
 def companion(path: Path, what: str) -> Path:
@@ -98,8 +112,7 @@ def companion(path: Path, what: str) -> Path:
     return path.with_name(f"{path.name}.{what}")
 
 
-def _check_same(file: Path, settings: Mapping[str, Any]) -> None:
-    stated = read_json_object(file)
+def _check_same(file: Path, stated: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
     for name in sorted({*stated, *settings}):
         before, now = stated.get(name), settings.get(name)
         if before != now:
