@@ -101,6 +101,37 @@ def test_hub_names_are_passed_to_the_library(monkeypatch):
         read("no/such")
 
 
+@pytest.mark.parametrize("kind", ["jsonl.gz", "parquet", "hub"])
+def test_a_limit_reads_no_further(tmp_path, monkeypatch, kind):
+    """The end of each source is damaged, and a dataset of the hub would be made whole before its first row."""
+    datasets = pytest.importorskip("datasets", reason="the extra 'train' is not installed")
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [{"text": f"{number} {hash(str(number))}"} for number in range(20_000)]
+    name = file = tmp_path / f"a.{'parquet' if kind == 'hub' else kind}"
+    if kind == "jsonl.gz":
+        content = write_lines(file, *rows).read_bytes()[:-5000]
+    else:
+        parquet.write_table(pyarrow.Table.from_pylist(rows), file, row_group_size=1000, compression="none")
+        content = bytearray(file.read_bytes())
+        start = parquet.ParquetFile(file).metadata.row_group(9).column(0).data_page_offset
+        content[start : start + 5000] = b"\xff" * 5000
+    file.write_bytes(content)
+    if kind == "hub":
+        load, name = datasets.load_dataset, "owner/terabytes"
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+
+        def load_dataset(path, subset, revision, **options):
+            assert path == name
+            return load("parquet", data_files=str(file), cache_dir=str(tmp_path / "cache"), **options)
+
+        monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert len(read(name, limit=1000)) == 1000
+    with pytest.raises((ValueError, datasets.exceptions.DatasetGenerationError)):
+        read(name)
+
+
 @pytest.mark.parametrize("path", ["data/missing.jsonl", "/no/such/folder", "~nobody-here/a"])
 def test_a_source_that_does_not_exist_is_named(path):
     with pytest.raises(ValueError, match=r"expected a file, a folder or a hub name, got "):

@@ -182,6 +182,8 @@ def read_records(
 ) -> Iterator[Record]:
     """Yield the good records of all sources in order, at most `limit`. The caller calls `Report.check` at the end.
 
+    Nothing after the last of `limit` records is read (see `raw_records`).
+
     Assistant turns before the first user turn are dropped, because they answer nothing, and turns after the last
     assistant turn, because they teach nothing. Seeds need no assistant turn, and keep all turns from the first user
     turn to the first result of a tool, as a model will answer their user turns and may call no tool. Conversations
@@ -192,15 +194,15 @@ def read_records(
     """
     count = 0
     for source in sources:
-        for where, raw in raw_records(source):
-            if limit is not None and count >= limit:
-                return
+        for where, raw in raw_records(source, partly=limit is not None):
             report.read += 1
             try:
                 yield parse_record(raw, where, source.format, system=system, notes=report.notes, seeds=seeds)
                 count += 1
             except BadRecordError as error:
                 report.reject(where, str(error))
+            if count == limit:
+                return
 
 
 def prompt_key(prompt: str) -> str:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+from huggingface_hub import constants
+
 from medusa_decoding.checks import import_library
 from medusa_decoding.training.config import SourceConfig
 
@@ -27,8 +29,12 @@ class BadRecordError(ValueError):
     """A record that is left out; says what is wrong with it."""
 
 
-def raw_records(source: SourceConfig) -> Iterator[tuple[str, Any]]:
+def raw_records(source: SourceConfig, partly: bool = False) -> Iterator[tuple[str, Any]]:
     """Yield where each record of a source is, and the record as it was parsed (a `BadRecordError` if it cannot be).
+
+    Files are read as far as records are taken, except lists in .json files, which are read whole. A dataset of the hub
+    is downloaded first. With `partly`, for a caller that takes only the first records, it is streamed, unless the hub
+    is offline.
 
     Raises:
         ValueError: a source that does not exist, holds no files, or cannot be read as a whole.
@@ -46,7 +52,7 @@ def raw_records(source: SourceConfig) -> Iterator[tuple[str, Any]]:
     elif path.is_absolute() or source.path.endswith(SUFFIXES) or not HUB_NAME.fullmatch(source.path):
         raise ValueError(f"data: expected a file, a folder or a hub name, got {source.path} (there is no such file)")
     else:
-        yield from _from_hub(source)
+        yield from _from_hub(source, partly)
 
 
 def _read_file(path: Path) -> Iterator[tuple[str, Any]]:
@@ -123,11 +129,13 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
         raise ValueError(f"data: expected a readable file, got {path} ({error})") from error
 
 
-def _from_hub(source: SourceConfig) -> Iterator[tuple[str, Any]]:
+def _from_hub(source: SourceConfig, partly: bool) -> Iterator[tuple[str, Any]]:
     datasets = import_library("datasets", f"{source.path}, which is no file and so a hub name")
+    options: dict[str, Any] = {"split": source.split, "revision": source.revision}
+    if partly and not constants.HF_HUB_OFFLINE:  # offline, there is only what was downloaded
+        options["streaming"] = True
     try:
-        rows = datasets.load_dataset(source.path, source.subset, split=source.split, revision=source.revision)
+        for number, row in enumerate(datasets.load_dataset(source.path, source.subset, **options), start=1):
+            yield f"{source.path} [{source.split}]: row {number}", row
     except (OSError, ValueError) as error:
         raise ValueError(f"data: expected a file, a folder or a hub dataset, got {source.path} ({error})") from error
-    for number, row in enumerate(rows, start=1):
-        yield f"{source.path} [{source.split}]: row {number}", row
