@@ -1,7 +1,10 @@
 """The command `medusa distill`: what it generates and passes to training, how it is stopped, and what it refuses."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -161,6 +164,63 @@ def test_whose_answers_are_learnt_is_not_left_to_the_command(capsys, place, trai
     needed = {"model": {"name": "m"}, "output": {"folder": "o"}}
     own = Config.of({**needed, "data": {"train": [{"path": "seeds.jsonl"}], "answers": "own"}})
     assert on_own_data(own, place.file).data.answers is None
+
+
+LAUNCHED = """
+import json, os, shutil, sys
+from torch import distributed
+from medusa_decoding.cli import main
+from medusa_decoding.training.distill.record_file import RecordFile
+
+rank, folder, config = int(os.environ["RANK"]), sys.argv[1], ["distill", "--config", sys.argv[2], "--only-data"]
+codes, append = [main([*config, "--set", f"output.folder={folder}/of-{rank}"])], RecordFile.append
+
+def stopped(file, records):
+    found = append(file, records)
+    if found:
+        raise KeyboardInterrupt
+    return found
+
+RecordFile.append = stopped
+config += ["--set", f"output.folder={folder}/two"]
+codes.append(main(config))
+RecordFile.append = append
+distributed.barrier()
+if rank == 0:
+    with open(f"{folder}/two/generated/records.jsonl.part-1", "a") as file:
+        file.write('{"cut": ')  # as a kill leaves it
+    shutil.copytree(f"{folder}/two", f"{folder}/one")
+distributed.barrier()
+codes.append(main([*config, "--json", "--resume"]))
+with open(f"{folder}/codes-{rank}", "w") as file:
+    json.dump(codes, file)
+"""
+
+
+def test_two_processes_write_the_file_of_one_and_any_number_continues_it(capfd, place, tmp_path):
+    pytest.importorskip("accelerate", reason="the extra 'train' is not installed")
+    drawn = {"generation": {"max_new_tokens": 9, "temperature": 0.9, "batch_size": 2}}
+    assert place.run("--only-data", "--json", **drawn) == 0
+    expected, figures = place.file.read_bytes(), json.loads(capfd.readouterr().out)["generation"]
+    (tmp_path / "launched.py").write_text(LAUNCHED)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(tmp_path / "launched.py"), str(tmp_path), str(tmp_path / "config.yaml")]
+    subprocess.run(command, check=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    out, err = capfd.readouterr()
+    for rank in range(2):  # a folder of each process; Ctrl-C after the first record; continued
+        assert json.loads((tmp_path / f"codes-{rank}").read_text()) == [2, 130, 0]
+    assert "on a disk that all 2 processes share" in err
+    two, one = (tmp_path / name / "generated" / "records.jsonl" for name in ("two", "one"))
+    assert two.read_bytes() == expected
+    found = json.loads(out)["generation"]
+    names = ("seeds", "records", "answers", "tokens", "cut", "ended")
+    assert [found[name] for name in names] == [figures[name] for name in names]
+    assert 0 < found["before"] < found["records"]
+    assert place.run("--only-data", "--json", "--resume", output={"folder": str(tmp_path / "one")}, **drawn) == 0
+    assert one.read_bytes() == expected
+    assert json.loads(capfd.readouterr().out)["generation"]["before"] == 2
+    assert sorted(path.name for path in one.parent.iterdir()) == sorted(path.name for path in two.parent.iterdir())
+    assert len(list(one.parent.iterdir())) == 3
 
 
 @pytest.mark.parametrize("method", ["self-distillation", "medusa-1"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import gc
 import json
@@ -19,6 +20,7 @@ from medusa_decoding.training.config import Config, LoraConfig, SourceConfig
 if TYPE_CHECKING:
     from medusa_decoding.model import MedusaModel
     from medusa_decoding.training.distill import distill
+    from medusa_decoding.training.distill.shares import Shares
 
 FILE = Path("generated") / "records.jsonl"
 
@@ -29,41 +31,45 @@ def run(args: argparse.Namespace) -> int:
     _check_answers(config)
     if args.limit is not None:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, limit=args.limit))
-    if args.only_data:
+    if not args.only_data:
+        _check_trainable(config, args.resume)
+    elif int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return _run(args, config)
-    _check_trainable(config, args.resume)
     from medusa_decoding.training.loop.preflight import hold
     from medusa_decoding.training.loop.processes import Processes
 
-    processes = Processes.join(config.optimisation.sharding)
+    processes = Processes.join("none" if args.only_data else config.optimisation.sharding)
     with hold(config, processes):
         return _run(args, config, processes)
 
 
 def _run(args: argparse.Namespace, config: Config, processes: Any = None) -> int:
-    """Generate, then train in `processes` if there are any."""
+    """Generate in `processes`, or in this one, and then train in them."""
     from medusa_decoding.training.distill.record_file import finished
+    from medusa_decoding.training.distill.shares import Shares
 
+    shares = Shares() if processes is None else Shares(processes.rank, processes.size)
     file = Path(config.output.folder) / FILE
+    shares.check_folder(file.parent)
     asked = _asked(config)
     figures = finished(file, asked) if args.resume else None
     if figures is None:
-        if processes is not None:
+        if not args.only_data:
             from medusa_decoding.training.loop.preflight import check
 
             check(on_own_data(config, file), processes, args.resume)
-        with only_writer("output.folder", file):
-            figures = _generate(args, config, file, asked)
-    elif not args.json:
+        with only_writer("output.folder", file) if shares.rank == 0 else contextlib.nullcontext():
+            figures = _generate(args, config, file, asked, shares)
+    elif not args.json and shares.rank == 0:
         print(f"{figures['records']} records are in {file}, all that were asked for", file=sys.stderr)
     summary: dict[str, Any] = {"records": str(file), "generation": figures}
-    if processes is not None:
+    if not args.only_data:
         try:
             summary["training"] = train(on_own_data(config, file), args.resume, quiet=args.json)
         except KeyboardInterrupt:
             print("medusa: --resume continues from the last checkpoint", file=sys.stderr)
             raise
-    if args.json:
+    if args.json and shares.rank == 0:
         print(json.dumps(summary))
     return 0
 
@@ -113,12 +119,9 @@ def _asked(config: Config) -> dict[str, Any]:
     }
 
 
-def _generate(args: argparse.Namespace, config: Config, file: Path, asked: dict[str, Any]) -> dict[str, Any]:
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError(
-            "processes: expected one to generate (run it with --only-data first, then all of them with --resume), got "
-            f"{os.environ['WORLD_SIZE']}"
-        )
+def _generate(
+    args: argparse.Namespace, config: Config, file: Path, asked: dict[str, Any], shares: Shares
+) -> dict[str, Any]:
     import torch
 
     from medusa_decoding.training.data.records import Report, read_records
@@ -128,10 +131,13 @@ def _generate(args: argparse.Namespace, config: Config, file: Path, asked: dict[
     data, found = config.data, Report()
     seeds = list(read_records(data.train, found, system=data.system, limit=data.limit, seeds=True))
     found.check(data.max_bad_share)
-    if not args.json:
+    quiet = args.json or shares.rank > 0
+    if not quiet:
         print(f"{len(seeds)} seeds; {found}", *config.warnings(), sep="\n", file=sys.stderr)
+        if shares.size > 1 and data.cache_hidden is not None:
+            print("data.cache_hidden: several processes save no states, so training runs the model", file=sys.stderr)
     tokenizer = load_tokenizer(config.model)
-    model, bar = load(config), ProgressBar(len(seeds))
+    model, bar = load(config), ProgressBar(len(range(shares.rank, len(seeds), shares.size)))
     try:
         report = distill.generate_records(
             model,
@@ -147,7 +153,8 @@ def _generate(args: argparse.Namespace, config: Config, file: Path, asked: dict[
             resume=args.resume,
             asked=asked,
             save_states=data.cache_hidden is not None,
-            progress=None if args.json else bar,
+            shares=shares,
+            progress=None if quiet else bar,
         )
     except KeyboardInterrupt:
         print(f"medusa: what was generated is in {file}; --resume continues from there", file=sys.stderr)
@@ -159,7 +166,7 @@ def _generate(args: argparse.Namespace, config: Config, file: Path, asked: dict[
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
-    if not args.json:
+    if not quiet:
         print(f"{report}\nin {file}", file=sys.stderr)
     if report.records == 0:
         raise ValueError(f"data.train: the model can answer none of the records; {report}")
@@ -187,7 +194,7 @@ def load(config: Config) -> MedusaModel:
         loss=dataclasses.replace(config.loss, lambda_0=None),
         optimisation=dataclasses.replace(config.optimisation, heads_first_epochs=0.0),
     )
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     name = config.generation.heads or config.heads.initial
     checkpoint = None
     if name is not None:  # before the model, which takes longer to load

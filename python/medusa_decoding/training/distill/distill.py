@@ -12,18 +12,18 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import itertools
+import operator
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from medusa_decoding.checks import token_list
-from medusa_decoding.files import only_writer
-from medusa_decoding.files.resumable import companion
 from medusa_decoding.generation import settings as decoding
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.provenance import fingerprint
@@ -33,8 +33,9 @@ from medusa_decoding.training.data.answer_states import AnswerStates
 from medusa_decoding.training.data.encoding import ChatEncoder
 from medusa_decoding.training.data.records import EXAMPLES, Record
 from medusa_decoding.training.data.sources import BadRecordError
-from medusa_decoding.training.distill.record_file import STATES, RecordFile
+from medusa_decoding.training.distill.record_file import STATES
 from medusa_decoding.training.distill.seeds import Seed
+from medusa_decoding.training.distill.shares import Shares
 from medusa_decoding.trees.tree import Tree
 
 LIMITS = ("top_p", "top_k", "min_p")
@@ -85,6 +86,13 @@ class GenerationReport:
         found = {name: value for name, value in vars(self).items() if not name.startswith("_")}
         return found | {"tokens_per_step": self.tokens_per_step, "tokens_per_second": self.tokens_per_second}
 
+    @classmethod
+    def total(cls, reports: Sequence[GenerationReport]) -> GenerationReport:
+        """Return the report of several processes that have run side by side."""
+        added = {name: reduce(operator.add, (vars(one)[name] for one in reports)) for name in vars(reports[0])}
+        seconds = max(one.seconds for one in reports)
+        return cls(**added | {"examples": added["examples"][:EXAMPLES], "seconds": seconds})
+
     def __str__(self) -> str:
         earlier = f", {self.before} of them written before" if self.before else ""
         lines = [f"{self.records} records of {self.seeds} seeds{earlier}: {self.answers} answers, {self.tokens} tokens"]
@@ -130,6 +138,7 @@ def generate_records(
     resume: bool = False,
     asked: Any = None,
     save_states: bool = False,
+    shares: Shares | None = None,
     progress: Callable[[GenerationReport], None] | None = None,
 ) -> GenerationReport:
     """Have a model answer the user turns of seeds, and write one record per answered seed.
@@ -144,6 +153,9 @@ def generate_records(
     are kept next to the file (`AnswerStates`). `asked` is kept with the report, for `record_file.finished`; `progress`
     is called with the report so far after each answer. See `ChatEncoder` for the template and its arguments.
 
+    With several processes in `shares`, all of them call this, and each answers its share of the seeds with a copy of
+    the model. They keep no states. `progress` is about the share, the final report about all seeds.
+
     Returns:
         The final report, which is also written next to the file.
 
@@ -155,21 +167,22 @@ def generate_records(
         MemoryError: the cache of `batch_size` answers of the longest length does not fit.
     """
     how = Distillation(model, tokenizer, settings, template, turns, arguments, length)
-    with only_writer("out", out):
-        file = RecordFile(out, how.depends_on(), resume)
+    shares = Shares() if shares is None else shares
+    with shares.opened(out, how.depends_on(), resume) as file:
         report = GenerationReport()
         for written in file.earlier:
-            report.add(written)
+            if shares.mine(written["seed"]["number"]):
+                report.add(written)
         report.before = report.records
         if progress is not None:
             progress(report)
         waiting: Iterator[Seed] = (
-            seed for seed in _encoded(seeds, how, report) if not file.has(seed.number, seed.digest)
+            seed for seed in _encoded(seeds, how, report, shares) if not file.has(seed.number, seed.digest)
         )
         if (first := next(waiting, None)) is not None:
             waiting = itertools.chain([first], waiting)
             saved = None
-            if save_states and model.heads is None:
+            if save_states and model.heads is None and shares.size == 1:
                 weight = model.backbone.causal_lm.model.norm.weight
                 saved = AnswerStates(companion(out, STATES), len(weight), weight.dtype)
             with how.answers(states=saved is not None) as answers:
@@ -182,7 +195,8 @@ def generate_records(
                         report.add(record)
                     if progress is not None:
                         progress(report)
-        file.finish(report.as_json(), asked)
+        report = GenerationReport.total(shares.gather(report))
+        shares.finish(report.as_json(), asked)
         return report
 
 
@@ -249,8 +263,10 @@ class Distillation:
             yield seed
 
 
-def _encoded(seeds: Iterable[Record], how: Distillation, report: GenerationReport) -> Iterator[Seed]:
+def _encoded(seeds: Iterable[Record], how: Distillation, report: GenerationReport, shares: Shares) -> Iterator[Seed]:
     for number, record in enumerate(seeds):
+        if not shares.mine(number):
+            continue
         report.seeds += 1
         try:
             yield how.seed(number, record)

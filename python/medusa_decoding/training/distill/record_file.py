@@ -5,12 +5,13 @@
 
 from __future__ import annotations
 
+import glob
 import itertools
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from medusa_decoding.files import read_json_object, whole_file, write_json
 from medusa_decoding.files.resumable import ResumableFile, companion
@@ -24,6 +25,7 @@ class RecordFile(ResumableFile):
 
     Attributes:
         earlier: the records of the earlier runs that this one continues (`resume`), without their tokens.
+        target: what `append` writes to: the file itself, or a part of it (see `shares`).
 
     Raises:
         ValueError: there are records and `resume` is not set; their settings differ; a damaged file.
@@ -32,6 +34,7 @@ class RecordFile(ResumableFile):
 
     def __init__(self, path: Path, settings: Mapping[str, Any], resume: bool) -> None:
         super().__init__(path, settings, resume, _without_tokens)
+        self._made_with, self.target = settings, cast(ResumableFile, self)
         # By the numbers of seeds: digest and number of parts, and the parts in the file.
         self._seeds: dict[int, tuple[str, int]] = {}
         self._written: defaultdict[int, set[int]] = defaultdict(set)
@@ -39,6 +42,10 @@ class RecordFile(ResumableFile):
         for known in self.earlier:
             self._note(known["seed"])
         companion(path, "finished").unlink(missing_ok=True)
+
+    def __len__(self) -> int:
+        """Return the number of records in the file."""
+        return len(self._order)
 
     def has(self, number: int, digest: str) -> bool:
         """Return whether all records of a seed are in the file.
@@ -60,10 +67,26 @@ class RecordFile(ResumableFile):
             OSError: they could not be written.
         """
         new = [record for record in records if record["seed"]["part"] not in self._written[record["seed"]["number"]]]
-        self.write(new)
+        self.target.write(new)
         for record in new:
             self._note(record["seed"])
         return new
+
+    def join(self) -> None:
+        """Append the records in the parts of this file, and remove the parts.
+
+        Raises:
+            ValueError: a part of other settings, or a damaged one.
+            OSError: they could not be written.
+        """
+        for stated in sorted(self.path.parent.glob(f"{glob.escape(self.path.name)}.part-*.settings")):
+            part = RecordFile(stated.with_suffix(""), self._made_with, resume=True).path  # without a half-written line
+            if part.exists():
+                with part.open("rb") as lines:
+                    while block := [json.loads(line) for line in itertools.islice(lines, 1000)]:
+                        self.earlier += map(_without_tokens, self.append(block))
+                part.unlink()
+            stated.unlink()
 
     def finish(self, report: Mapping[str, Any], asked: Any = None) -> None:
         """Put the lines in the order of the seeds, and mark the file as complete: with a report and what was asked."""
