@@ -45,7 +45,7 @@ def test_answers_that_need_no_model_import_no_torch(argv, code, words):
 
 
 def test_every_command_has_help_with_an_example(capsys):
-    for name in [*COMMANDS, "tree show", "tree search"]:
+    for name in [*COMMANDS, "tree show", "tree search", "data check"]:
         with pytest.raises(SystemExit) as end:
             main([*name.split(), "--help"])
         assert end.value.code == 0

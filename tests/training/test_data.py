@@ -334,6 +334,7 @@ SAID = {
     "question, answer": (["How many eggs are in two dozen?"], "24 #### 24", None),
     "instruction, input, output": (["Translate to French.\n\nGood day"], "Bonjour", None),
     "text": ([], None, "A heap is a tree in an array."),
+    "seed, ended, cut, messages, tokenizer, learnt, input_ids": (["What is a heap?"], "A tree.", None),
     "index, prompt, response, finish, prompt_tokens, new_tokens, steps, source": (
         ["What is a heap?"], "A tree in an array.", None
     ),

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 COMMANDS = {
-    "demo": "demo", "generate": "generate", "chat": "chat", "serve": "serve", "train": "train",
+    "demo": "demo", "generate": "generate", "chat": "chat", "serve": "serve", "data": "data", "train": "train",
     "distill": "distill", "calibrate": "calibrate", "tune": "tune", "tree": "tree", "eval": "evaluate",
     "export": "export", "doctor": "doctor",
 }  # fmt: skip

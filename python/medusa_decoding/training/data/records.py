@@ -106,6 +106,7 @@ class Record:
         where: its file and line, or another way to find it.
         tokens: exact tokens to learn from, or None. With them, messages and text are only for people.
         tools: definitions of the tools that the model may call, for the chat template.
+        kind: one of the values of `KINDS`, or "token ids" for exact tokens.
     """
 
     messages: tuple[Mapping[str, Any], ...]
@@ -113,6 +114,7 @@ class Record:
     where: str
     tokens: Tokens | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
+    kind: str = "messages"
 
     @property
     def prompt(self) -> str:
@@ -246,7 +248,7 @@ def parse_record(
     content, counted = interpret(raw, form), Counter() if notes is None else notes
     messages = () if content.text is not None else tuple(_trimmed(list(content.messages), system, counted, seeds))
     content.note_unread(counted)
-    return Record(messages, content.text, where, tools=content.tools)
+    return Record(messages, content.text, where, tools=content.tools, kind=content.kind)
 
 
 def interpret(raw: Any, form: str = "auto") -> Content:
@@ -392,7 +394,7 @@ def _exact(raw: Mapping[str, Any], where: str) -> Record:
     prompt = None if raw.get("prompt") is None else text_of(raw["prompt"], "prompt")
     learnt = tuple((start, end) for start, end in spans.tolist())
     tokens = Tokens(ids.astype(np.int32), learnt, text_of(raw.get("tokenizer"), "tokenizer"), prompt)
-    return Record(tuple(messages), text, where, tokens)
+    return Record(tuple(messages), text, where, tokens, kind="token ids")
 
 
 def _whole_numbers(value: Any) -> np.ndarray | None:

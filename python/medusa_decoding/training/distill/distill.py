@@ -24,6 +24,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from medusa_decoding.checks import token_list
+from medusa_decoding.files.resumable import companion
 from medusa_decoding.generation import settings as decoding
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.provenance import fingerprint

@@ -94,10 +94,10 @@ class Seed:
         self._spans.append(span)
         self._cut += not closed
         if self.record.text is not None:
-            content = {"text": self._spell(ids), "prompt": self._spell(ids[: span[0]])}
+            content = {"text": self._encoder.spell(ids), "prompt": self._encoder.spell(ids[: span[0]])}
             self._lines = [self._line(content, ids, self._spans)]
             return
-        answer_text = self._spell(answer[:-1] if closed else answer)
+        answer_text = self._encoder.spell(answer[:-1] if closed else answer)
         self._messages.append({"role": "assistant", "content": answer_text})
         tools = {"tools": list(self.record.tools)} if self.record.tools else {}
         content_so_far = {"messages": list(self._messages), **tools}
@@ -163,12 +163,6 @@ class Seed:
         if whole[-len(ids) :] != ids:
             raise BadRecordError("what the chat template puts after an answer has other tokens when it is alone")
         return text, ids
-
-    def _spell(self, ids: Sequence[int]) -> str:
-        text: Any = self._encoder.tokenizer.decode(
-            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return text
 
     def _check_template(self) -> None:
         for probe in _PROBES:

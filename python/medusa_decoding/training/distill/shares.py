@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from medusa_decoding.files import only_writer
-from medusa_decoding.training.data.resumable import ResumableFile, companion
+from medusa_decoding.files.resumable import ResumableFile, companion
 from medusa_decoding.training.distill.record_file import RecordFile
 
 T = TypeVar("T")

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from medusa_decoding.training.config import Config
 from medusa_decoding.training.data import encoding, packing
 from medusa_decoding.training.data import records as data
@@ -19,7 +21,7 @@ class Rows:
 
     `held_out_report` is None without `data.held_out`. `records` are the numbers of training and of held-out records.
     `frequencies` says how often each token is learnt in the training data, `held_out_frequencies` the same of held-out
-    data.
+    data. `lengths` are the numbers of tokens of all examples before any is cut.
     """
 
     train: packing.PackedDataset
@@ -29,6 +31,15 @@ class Rows:
     records: tuple[int, int]
     frequencies: Counter[int]
     held_out_frequencies: Counter[int]
+    lengths: tuple[int, ...]
+
+    def sizes(self, length: int) -> dict[str, int]:
+        """Return how many rows of `length` tokens there are, what is in them, and percentiles of `lengths`."""
+        half, most, longest = np.percentile(self.lengths, (50, 95, 100), method="inverted_cdf").tolist()
+        tokens = round(len(self.train) * length * self.train.fill)
+        sizes = {"rows": len(self.train), "tokens": tokens, "learnt_tokens": self.frequencies.total()}
+        examples = {"median_tokens": half, "p95_tokens": most, "most_tokens": longest}
+        return sizes | examples | {"longer_than_a_row": sum(count > length for count in self.lengths)}
 
 
 def load_rows(config: Config, tokenizer: Any, vocab_size: int | None = None, part: int = 1) -> Rows:
@@ -75,8 +86,11 @@ def load_rows(config: Config, tokenizer: Any, vocab_size: int | None = None, par
         random.Random(settings.split_seed).shuffle(records)
         records = records[: max(1, len(records) // part)]
 
+    lengths: list[int] = []
+
     def encode(part: Sequence[data.Record], report: data.Report) -> list[encoding.Example]:
-        encoded = encoding.encode_records(part, encoder, report)
+        encoded = list(encoding.encode_records(part, encoder, report))
+        lengths.extend(len(example.ids) for example in encoded)
         return list(packing.fit(encoded, settings.length, report, settings.overlong))
 
     if encoder.bare and (conversations := sum(record.text is None for record in records)):
@@ -100,4 +114,4 @@ def load_rows(config: Config, tokenizer: Any, vocab_size: int | None = None, par
     for group, frequencies in zip((examples, held_out_examples), counts, strict=True):
         for example in group:
             frequencies.update(example.ids[example.learnt].tolist())
-    return Rows(train, measured, report, held_out_report, (len(records), len(held_out)), *counts)
+    return Rows(train, measured, report, held_out_report, (len(records), len(held_out)), *counts, tuple(lengths))
