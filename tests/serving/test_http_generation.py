@@ -56,6 +56,28 @@ def test_a_chat_answer_is_the_models_own(server, written):
     assert medusa["tokens_per_step"] == pytest.approx(47 / medusa["steps"], abs=1e-3)
 
 
+@pytest.mark.parametrize("chat", [True, False])
+def test_token_ids_are_those_of_the_prompts_and_the_answers(server, written, tokenizer, chat):
+    fields = {"n": 2, "max_tokens": 400, "extra_body": {"return_token_ids": True}}
+    prompt, [tokens], _ = written(QUESTION, max_new_tokens=400)
+    prompts = [prompt] if chat else [prompt, prompt[:-1]]
+    if not chat:
+        fields = {"model": "demo", "prompt": prompts, **fields}
+    create = server.client.completions.create
+    done = ask(server, **fields) if chat else create(**fields)
+    chunks = list(ask(server, stream=True, **fields) if chat else create(stream=True, **fields))
+    for choice in done.choices:
+        where = done if chat else choice
+        assert where.prompt_token_ids == prompts[choice.index // 2]
+        if choice.index < 2:
+            assert choice.token_ids == [*tokens, 0]  # with the end token
+        parts = [(chunk, chunk.choices[0]) for chunk in chunks if chunk.choices[0].index == choice.index]
+        assert [token for _, part in parts for token in part.token_ids] == choice.token_ids
+        assert all(part.medusa["tokens"] == len(part.token_ids) for _, part in parts)
+        told = [getattr(chunk if chat else part, "prompt_token_ids", None) for chunk, part in parts]
+        assert told == [where.prompt_token_ids, *[None] * (len(parts) - 1)]
+
+
 def test_an_answer_that_ends_says_stop_and_its_end_token_counts(server, written):
     _, [tokens], [text] = written(QUESTION, max_new_tokens=400)
     done = ask(server, max_tokens=400)

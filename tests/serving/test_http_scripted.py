@@ -121,9 +121,9 @@ def test_stop_strings_with_special_tokens_are_found_and_not_shown(scripted, enco
 @pytest.mark.parametrize(
     ("path", "fields"),
     [
-        (CHAT, {"messages": MESSAGES}),
+        (CHAT, {"messages": MESSAGES, "return_token_ids": True}),
         (CHAT, {"messages": MESSAGES, "tools": TOOLS, "logprobs": True, "top_logprobs": 2}),
-        (TEXT, {"prompt": "x"}),
+        (TEXT, {"prompt": "x", "return_token_ids": True}),
         (TEXT, {"prompt": "x", "echo": True, "logprobs": 2}),
         ("/tokenize", {"prompt": "x", "return_token_strs": True}),
         ("/detokenize", {"tokens": [5]}),

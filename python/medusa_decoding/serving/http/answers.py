@@ -41,15 +41,23 @@ class ShownToken:
 
 @dataclass(frozen=True)
 class Part:
-    """What one step has added to one choice; its text may be held back."""
+    """What one step has added to one choice; its text may be held back.
+
+    `ids` are the step's tokens, with an end token and the one that completes a stop string.
+    """
 
     index: int
     step: int
-    tokens: int
+    ids: list[int]
     text: str
     calls: list[Call]
     shown: list[ShownToken]
     finish: str | None
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the step has added."""
+        return len(self.ids)
 
 
 @dataclass
@@ -100,7 +108,8 @@ class Choice:
         ready = [one for one in self._waiting if everything or one.offset < self._shown]
         self._waiting = self._waiting[len(ready) :]
         content, calls = self._tools_of(text)
-        part = Part(self.index, max(self.steps, 0), count, echo + content, calls, [*echoed, *ready], self.finish)
+        ids, shown = delta.tokens[:count], [*echoed, *ready]
+        part = Part(self.index, max(self.steps, 0), ids, echo + content, calls, shown, self.finish)
         self.parts.append(part)
         return part
 

@@ -213,7 +213,8 @@ class Server:
         answers = Answers(
             self._engine, plan, self._tokenizer, self._token_bytes, self.metrics, timeout, request.receive
         )  # fmt: skip
-        writer = form(self._settings.model, self._token_bytes, plan.logprobs is not None)
+        prompts = [prompt for prompt in plan.prompts for _ in range(plan.n)] if body.return_token_ids else []
+        writer = form(self._settings.model, self._token_bytes, plan.logprobs is not None, prompts)
         await answers.start()
         path = request.url.path
         if body.stream:

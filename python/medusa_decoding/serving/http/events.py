@@ -22,8 +22,13 @@ With `stream_options: {"include_usage": true}` one more chunk follows, with `"ch
                          "accept_lengths": {"0": 6, "1": 10, "2": 9, "3": 15}}}
 
 `accept_lengths` counts steps by accepted draft tokens; whole responses have the same `usage`. With
-`continuous_usage_stats` each chunk has the usage so far, of all choices together. Without either the key is absent. An
-error after the stream has begun is an event `data: {"error": {"message": "..", ..}}`. The last line is always
+`continuous_usage_stats` each chunk has the usage so far, of all choices together. Without either the key is absent.
+
+With `return_token_ids: true` each choice has `token_ids`, with its end token: in a stream those of the step.
+`prompt_token_ids` are next to them in text completions, and next to `choices` in chat completions, as in vLLM; in a
+stream they are in the first chunk of each choice.
+
+An error after the stream has begun is an event `data: {"error": {"message": "..", ..}}`. The last line is always
 `data: [DONE]`.
 """
 
@@ -32,6 +37,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from medusa_decoding.serving.http.answers import Choice, Part, ShownToken
@@ -40,26 +46,32 @@ from medusa_decoding.serving.ticket import TokenLogprobs
 
 
 class ChatForm:
-    """Writes chat completions."""
+    """Writes chat completions; `prompts`, by choice, are given if token ids were asked for."""
 
     prefix, whole, chunked = "chatcmpl", "chat.completion", "chat.completion.chunk"
     prompt_per_choice = False
 
-    def __init__(self, model: str, token_bytes: TokenBytes, logprobs: bool) -> None:
-        self._model, self._bytes, self._logprobs = model, token_bytes, logprobs
+    def __init__(self, model: str, token_bytes: TokenBytes, logprobs: bool, prompts: Sequence[list[int]] = ()) -> None:
+        self._model, self._bytes, self._logprobs, self._prompts = model, token_bytes, logprobs, prompts
         self._id, self._created = f"{self.prefix}-{secrets.token_hex(12)}", int(time.time())
         self._calls: dict[int, int] = {}
 
     def chunk(self, part: Part, usage: bool) -> dict[str, Any]:
         """Return the chunk of one step of one choice; `usage` says that a chunk with the usage will follow."""
+        begins = part.index not in self._calls
+        prompt = {"prompt_token_ids": self._prompts[part.index]} if self._prompts and begins else {}
         choice = {
             "index": part.index,
-            **self._piece(part),
+            **self._piece(part, begins),
             "logprobs": self._logprobs_of(part.shown) if self._logprobs else None,
             "finish_reason": part.finish,
             "medusa": {"step": part.step, "tokens": part.tokens},
+            **({"token_ids": part.ids} if self._prompts else {}),
+            **(prompt if self.prompt_per_choice else {}),
         }
-        return self._frame(self.chunked, [choice]) | ({"usage": None} if usage else {})
+        self._calls[part.index] = self._calls.get(part.index, 0) + len(part.calls)
+        outside = {} if self.prompt_per_choice else prompt
+        return self._frame(self.chunked, [choice]) | ({"usage": None} if usage else {}) | outside
 
     def last(self, usage: dict[str, Any]) -> dict[str, Any]:
         """Return the chunk with the usage."""
@@ -75,6 +87,7 @@ class ChatForm:
                 if self._logprobs
                 else None,
                 "finish_reason": choice.finish,
+                **({"token_ids": [token for part in choice.parts for token in part.ids]} if self._prompts else {}),
                 **(self._prompt(choice) if self.prompt_per_choice else {}),
             }
             for choice in choices
@@ -83,10 +96,12 @@ class ChatForm:
         return self._frame(self.whole, bodies) | {"usage": usage} | prompt
 
     def _prompt(self, choice: Choice) -> dict[str, Any]:
-        """Return the log-probabilities of the prompt's tokens, if they were asked for, in vLLM's form."""
-        if choice.prompt_logprobs is None:
-            return {}
-        return {"prompt_logprobs": [score and self._ranked(token, score) for token, score in choice.prompt_logprobs]}
+        """Return the prompt's tokens and their log-probabilities, if they were asked for, in vLLM's form."""
+        found: dict[str, Any] = {"prompt_token_ids": self._prompts[choice.index]} if self._prompts else {}
+        if choice.prompt_logprobs is not None:
+            scores = choice.prompt_logprobs
+            found["prompt_logprobs"] = [score and self._ranked(token, score) for token, score in scores]
+        return found
 
     def _ranked(self, token: int, score: TokenLogprobs) -> dict[str, Any]:
         ranked = {token: (score.logprob, score.rank)}
@@ -99,13 +114,12 @@ class ChatForm:
     def _frame(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
 
-    def _piece(self, part: Part) -> dict[str, Any]:
+    def _piece(self, part: Part, begins: bool) -> dict[str, Any]:
         delta: dict[str, Any] = {"content": part.text}
-        if part.index not in self._calls:
+        if begins:
             delta = {"role": "assistant", **delta}
-        first = self._calls.setdefault(part.index, 0)
-        self._calls[part.index] += len(part.calls)
         if part.calls:
+            first = self._calls.get(part.index, 0)
             delta["tool_calls"] = [{"index": first + n, **call.as_json()} for n, call in enumerate(part.calls)]
         return {"delta": delta}
 
@@ -138,7 +152,7 @@ class CompletionForm(ChatForm):
     prefix, whole, chunked = "cmpl", "text_completion", "text_completion"
     prompt_per_choice = True
 
-    def _piece(self, part: Part) -> dict[str, Any]:
+    def _piece(self, part: Part, begins: bool) -> dict[str, Any]:
         return {"text": part.text}
 
     def _answer(self, parts: list[Part]) -> dict[str, Any]:

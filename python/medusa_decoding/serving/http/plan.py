@@ -112,6 +112,8 @@ class Planner:
         if body.best_of not in (None, body.n):
             message = f"best_of: expected n, because all choices are returned, got {body.best_of}"
             raise ApiError(message, param="best_of")
+        if body.echo and body.return_token_ids:
+            raise ApiError("return_token_ids: leave out echo, the prompt's ids are returned", param="return_token_ids")
         decode = self._encoder.tokenizer.decode
         echoes = [
             one if isinstance(one, str) else decode(tokens, clean_up_tokenization_spaces=False)

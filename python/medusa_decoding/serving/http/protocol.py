@@ -54,8 +54,8 @@ _NEUTRAL: list[tuple[Any, tuple[str, ...]]] = [
     )),
     ((False,), (
         "use_beam_search", "early_stopping", "echo", "continue_final_message", "include_stop_str_in_output",
-        "no_stop_trim", "return_token_ids", "return_tokens", "return_tokens_as_token_ids", "return_hidden_states",
-        "return_progress", "timings_per_token", "post_sampling_probs",
+        "no_stop_trim", "return_tokens", "return_tokens_as_token_ids", "return_hidden_states", "return_progress",
+        "timings_per_token", "post_sampling_probs",
     )),
     (("medium",), ("verbosity",)),
 ]  # fmt: skip
@@ -147,6 +147,9 @@ class GenerationRequest(Strict):
     posterior_alpha: Annotated[float, Field(gt=0, lt=1)] | None = Field(None, description="Of typical acceptance.")
     prompt_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = Field(
         None, description="Extra field: also return log-probabilities of the prompt's tokens, with so many top ones."
+    )
+    return_token_ids: bool | None = Field(
+        None, description="Extra field: also return the ids of the prompt's and of the answer's tokens, as vLLM does."
     )
 
 

@@ -118,6 +118,7 @@ class ChatChoice(BaseModel):
     message: AnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: Finish
+    token_ids: list[int] | None = None
 
 
 class ChatChunkChoice(BaseModel):
@@ -128,6 +129,7 @@ class ChatChunkChoice(BaseModel):
     logprobs: ChatLogprobs | None
     finish_reason: Finish | None
     medusa: StepOfChunk
+    token_ids: list[int] | None = None
 
 
 class TextLogprobs(BaseModel):
@@ -147,6 +149,8 @@ class TextChoice(BaseModel):
     logprobs: TextLogprobs | None
     finish_reason: Finish
     prompt_logprobs: PromptLogprobs | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class TextChunkChoice(BaseModel):
@@ -157,6 +161,8 @@ class TextChunkChoice(BaseModel):
     logprobs: TextLogprobs | None
     finish_reason: Finish | None
     medusa: StepOfChunk
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class _Answer(BaseModel):
@@ -172,6 +178,7 @@ class ChatCompletion(_Answer):
     choices: list[ChatChoice]
     usage: Usage
     prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class ChatCompletionChunk(_Answer):
@@ -180,6 +187,7 @@ class ChatCompletionChunk(_Answer):
     object: Literal["chat.completion.chunk"]
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class TextCompletion(_Answer):
