@@ -19,7 +19,7 @@ else:
 PACKAGES = ("medusa_kernels", "python/medusa_decoding")
 DISTRIBUTIONS = {"yaml": "pyyaml"}
 """The distributions whose name differs from the module's in more than "-" for "_"."""
-OPTIONAL = {"bitsandbytes", "datasets", "matplotlib", "peft", "tensorboard"}
+OPTIONAL = {"bitsandbytes", "datasets", "httpx", "matplotlib", "peft", "tensorboard"}
 """Libraries of training, parquet files and pictures. A program that lacks one says so: `checks.import_library`."""
 
 

@@ -87,7 +87,8 @@ def _check_answers(config: Config) -> None:
             "data.answers: expected own or null with `medusa distill` (the model writes the answers; `medusa train` "
             "learns those of the data), got given"
         )
-    if config.model.quantization != "none" and not config.generation.quantized:
+    served = config.generation.endpoint is not None
+    if config.model.quantization != "none" and not config.generation.quantized and not served:
         raise ValueError(
             "model.quantization: expected none (heads learn what the model answers as it is deployed; "
             "generation.quantized: true says that it is deployed quantised in this way), got "
@@ -126,6 +127,7 @@ def _generate(
 
     from medusa_decoding.training.data.records import Report, read_records
     from medusa_decoding.training.distill import distill
+    from medusa_decoding.training.distill.endpoint import Endpoint
     from medusa_decoding.training.loop.backbone import load_tokenizer
 
     data, found = config.data, Report()
@@ -134,10 +136,14 @@ def _generate(
     quiet = args.json or shares.rank > 0
     if not quiet:
         print(f"{len(seeds)} seeds; {found}", *config.warnings(), sep="\n", file=sys.stderr)
-        if shares.size > 1 and data.cache_hidden is not None:
-            print("data.cache_hidden: several processes save no states, so training runs the model", file=sys.stderr)
-    tokenizer = load_tokenizer(config.model)
-    model, bar = load(config), ProgressBar(len(range(shares.rank, len(seeds), shares.size)))
+    tokenizer, served = load_tokenizer(config.model), config.generation.endpoint is not None
+    if data.cache_hidden is not None and not quiet and (served or shares.size > 1):
+        who = "a server" if served else "several processes"
+        print(
+            f"data.cache_hidden: answers of {who} come without hidden states; training computes them", file=sys.stderr
+        )
+    model = Endpoint.connect(config) if served else load(config)
+    bar = ProgressBar(len(range(shares.rank, len(seeds), shares.size)))
     try:
         report = distill.generate_records(
             model,
@@ -161,7 +167,8 @@ def _generate(
         raise
     finally:
         bar.close()
-        model.undo()
+        if not isinstance(model, Endpoint):
+            model.undo()
         del model
         gc.collect()
         if torch.cuda.is_available():

@@ -34,6 +34,8 @@ class Answer:
         steps: that have added tokens to the answer.
         finish: why the answer has ended: "stop" or "length"; None until then.
         states: those from which the model predicted the tokens, [H] each, if they were asked for.
+        exact: whether the tokens are the generated ones, not those of their text.
+        refused: why the answer cannot be used, or None.
     """
 
     asked: Any
@@ -44,6 +46,8 @@ class Answer:
     steps: int = 0
     finish: str | None = None
     states: list[torch.Tensor] = field(default_factory=list)
+    exact: bool = True
+    refused: str | None = None
 
     def take(self, delta: Delta) -> bool:
         """Add a step's tokens, up to the one that completes a stop string; return whether this has ended the answer."""

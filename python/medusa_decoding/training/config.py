@@ -237,9 +237,13 @@ class GenerationConfig:
     quantized: bool = setting(
         False, "let a model that is quantised (model.quantization) answer: it is deployed that way", OURS
     )
+    endpoint: str | tuple[str, ...] | None = setting(
+        None, "base URL of a server that answers, such as http://host:8000/v1, or several; null: this process", OURS
+    )
+    endpoint_model: str | None = setting(None, "the model's name there; null: the first of its /models", OURS, **WORDS)
     turns: int = setting(4, "most user turns of a seed that are answered", OURS, ge=1)
     prompt_tokens: int = setting(128, "tokens at the start of a text that are its prompt", OURS, ge=1)
-    batch_size: int = setting(8, "answers generated at once", OURS, ge=1)
+    batch_size: int = setting(8, "answers generated at once; with an endpoint, requests at once", OURS, ge=1)
     seed: int = setting(0, "of sampling", OURS, **SEED)
 
 
@@ -384,6 +388,8 @@ class Config:
             yield "lora.enabled", f"true with method {method} (its teacher is the model without the adapter)"
         if heads.shared_projection and heads.storage != "float":
             yield "heads.storage", "float with heads.shared_projection (there are no own matrices)"
+        if self.generation.endpoint is not None and self.generation.heads is not None:
+            yield "generation.heads", "null with generation.endpoint (the server drafts as it was started)"
         if rates.sharding == "full" and quantised:
             yield "optimisation.sharding", f"none or auto with model.quantization {model.quantization}"
         if model.attention.startswith("flash") and model.dtype == "float32":

@@ -1,10 +1,10 @@
 """Have a model write its own training data from seed prompts (Medusa paper, section 2.3.2).
 
-Answers run in the engine of `medusa serve` (`serving.answers`): a seed's next prompt, or the next seed, starts as soon
-as an answer ends. The random numbers of an answer depend only on the setting `seed`, the seed's number and the turn. So
-neither the batch nor an interruption changes a record, and a finished file, which is in the order of the seeds, is the
-same to the byte. (Rounding depends on the other rows of a batch and, with heads, on the tree of each step. In 16 bits
-it can decide a token.)
+Answers run in the engine of `medusa serve` (`serving.answers`), or at a server (`endpoint`): a seed's next prompt, or
+the next seed, starts as soon as an answer ends. The random numbers of an answer depend only on the setting `seed`, the
+seed's number and the turn. So neither the batch nor an interruption changes a record, and a finished file, which is in
+the order of the seeds, is the same to the byte. (Rounding depends on the other rows of a batch and, with heads, on the
+tree of each step. In 16 bits it can decide a token.)
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from medusa_decoding.training.data.answer_states import AnswerStates
 from medusa_decoding.training.data.encoding import ChatEncoder
 from medusa_decoding.training.data.records import EXAMPLES, Record
 from medusa_decoding.training.data.sources import BadRecordError
+from medusa_decoding.training.distill.endpoint import Endpoint, ServedAnswers
 from medusa_decoding.training.distill.record_file import STATES
 from medusa_decoding.training.distill.seeds import Seed
 from medusa_decoding.training.distill.shares import Shares
@@ -54,6 +55,7 @@ class GenerationReport:
         cut: answers without an end token, cut off by `max_new_tokens` or the length.
         ended: records of seeds with unanswered turns, by reason.
         tokens: learnt tokens in the records, all written by the model.
+        exact, encoded: answers of this run with the generated tokens, and with the tokens of their text.
         new_tokens, steps, seconds: of this run; decode steps are counted per row.
     """
 
@@ -67,6 +69,8 @@ class GenerationReport:
     cut: int = 0
     ended: Counter[str] = field(default_factory=Counter)
     tokens: int = 0
+    exact: int = 0
+    encoded: int = 0
     new_tokens: int = 0
     steps: int = 0
     seconds: float = 0.0
@@ -102,6 +106,8 @@ class GenerationReport:
             lines.append(
                 f"{self.new_tokens} tokens in {self.seconds:.1f} s: {per_step}{self.tokens_per_second:.1f} tokens/s"
             )
+        if self.encoded:
+            lines.append(f"{self.encoded} answers with the tokens of their text, {self.exact} with the generated ones")
         if self.cut:
             lines.append(f"{self.cut} answers cut off (no end token)")
         lines += [f"ended early: {count} x {reason}" for reason, count in self.ended.most_common()]
@@ -126,7 +132,7 @@ class GenerationReport:
 
 
 def generate_records(
-    model: MedusaModel,
+    model: MedusaModel | Endpoint,
     tokenizer: PreTrainedTokenizerBase,
     seeds: Iterable[Record],
     settings: GenerationConfig,
@@ -151,8 +157,9 @@ def generate_records(
     Seeds are conversations, whose answers are dropped, and texts, whose first tokens are continued. With `turns="each"`
     there is one record per answer, with prompts that are rendered again. A record has at most `length` tokens (None:
     the model's context). With `save_states`, the hidden states from which a model without heads predicted its answers
-    are kept next to the file (`AnswerStates`). `asked` is kept with the report, for `record_file.finished`; `progress`
-    is called with the report so far after each answer. See `ChatEncoder` for the template and its arguments.
+    are kept next to the file (`AnswerStates`); an `Endpoint` has none. `asked` is kept with the report, for
+    `record_file.finished`; `progress` is called with the report so far after each answer. See `ChatEncoder` for the
+    template and its arguments.
 
     With several processes in `shares`, all of them call this, and each answers its share of the seeds with a copy of
     the model. They keep no states. `progress` is about the share, the final report about all seeds.
@@ -183,7 +190,7 @@ def generate_records(
         if (first := next(waiting, None)) is not None:
             waiting = itertools.chain([first], waiting)
             saved = None
-            if save_states and model.heads is None and shares.size == 1:
+            if save_states and shares.size == 1 and isinstance(model, MedusaModel) and model.heads is None:
                 weight = model.backbone.causal_lm.model.norm.weight
                 saved = AnswerStates(companion(out, STATES), len(weight), weight.dtype)
             with how.answers(states=saved is not None) as answers:
@@ -206,7 +213,7 @@ class Distillation:
 
     def __init__(
         self,
-        model: MedusaModel,
+        model: MedusaModel | Endpoint,
         tokenizer: PreTrainedTokenizerBase,
         settings: GenerationConfig,
         template: str = "auto",
@@ -214,16 +221,17 @@ class Distillation:
         arguments: Mapping[str, Any] | None = None,
         length: int | None = None,
     ) -> None:
-        backbone = model.backbone
+        backbone = model if isinstance(model, Endpoint) else model.backbone
+        own = model.generation_config if isinstance(model, Endpoint) else model.backbone.causal_lm.generation_config
         self._model, self._settings = model, settings
         self._limit = backbone.context_limit if length is None else min(length, backbone.context_limit)
         self._encoder = encoder = ChatEncoder(
             tokenizer, template, turns=turns, arguments=arguments, vocab_size=backbone.vocab_size
         )
-        self._ends = token_list(backbone.causal_lm.generation_config.eos_token_id)
+        self._ends = token_list(own.eos_token_id)
         if encoder.end_of_turn is not None and encoder.end_of_turn not in self._ends:
             self._ends.append(encoder.end_of_turn)
-        self._config = _decoding(model, settings, self._ends)
+        self._config = _decoding(own, settings, self._ends)
 
     def depends_on(self) -> dict[str, Any]:
         """Return everything that decides what is written, as JSON."""
@@ -239,6 +247,10 @@ class Distillation:
 
     def answers(self, states: bool = False) -> Answers:
         """Return what runs the answers, a context manager."""
+        if isinstance(self._model, Endpoint):
+            return ServedAnswers(
+                self._model, self._settings.batch_size, self._encoder, self._ends, self._config
+            )  # fmt: skip
         drawn = _sampling(self._settings, self._config)
         return Answers(self._model, self._settings.batch_size, self._limit, states, ends=self._ends, **drawn)
 
@@ -258,6 +270,11 @@ class Distillation:
             report.steps += len(answer.accepted)
             report._stepped += sum(answer.accepted) + len(answer.accepted)
             seed = answer.asked
+            if answer.refused is not None:
+                report.reject(answer.where, answer.refused)
+                continue
+            report.exact += answer.exact
+            report.encoded += not answer.exact
             seed.take(answer.tokens, self._ends, answer.states)
             if seed.prompt:
                 ask(seed)
@@ -283,8 +300,7 @@ def _sampling(settings: GenerationConfig, config: Any) -> dict[str, Any]:
     return {"do_sample": True, **{name: value for name, value in given.items() if value is not None}}
 
 
-def _decoding(model: MedusaModel, settings: GenerationConfig, ends: Collection[int]) -> Any:
-    own = model.backbone.causal_lm.generation_config
+def _decoding(own: Any, settings: GenerationConfig, ends: Collection[int]) -> Any:
     samples = bool(own.do_sample) if settings.temperature is None else settings.temperature > 0
     limits = {name: getattr(settings, name) for name in LIMITS}
     for name, value in limits.items():
@@ -299,26 +315,35 @@ def _decoding(model: MedusaModel, settings: GenerationConfig, ends: Collection[i
 
 
 def _settings(
-    model: MedusaModel, encoder: ChatEncoder, settings: GenerationConfig, limit: int, config: Any
+    model: MedusaModel | Endpoint, encoder: ChatEncoder, settings: GenerationConfig, limit: int, config: Any
 ) -> dict[str, Any]:
     """Return everything that decides what is written, as JSON."""
-    told = dataclasses.asdict(settings).items()
-    given = {f"generation.{name}": value for name, value in told if name not in ("heads", "quantized")}
+    told, unsaid = dataclasses.asdict(settings).items(), ["heads", "quantized", "endpoint", "endpoint_model"]
+    if isinstance(model, Endpoint):
+        unsaid.append("batch_size")
+    given = {f"generation.{name}": value for name, value in told if name not in unsaid}
     stated = {
         name: value
         for name, value in config.to_diff_dict().items()
         if not name.startswith("_") and name != "transformers_version"
     }
-    tree: Any = model.tree
-    if isinstance(tree, Tree):
-        # Static trees without a copied branch are identified by their choices alone, as in older files.
-        tree = (tree.choices, tree.lookup, tree.keep) if tree.lookup or tree.keep else tree.choices
     return given | {
-        "model": fingerprint(model.backbone.causal_lm),
-        "heads": None if model.heads is None else fingerprint(model.heads),
-        "tree": hashlib.blake2b(repr(tree).encode(), digest_size=8).hexdigest(),
+        **({"model": {"served": model.model}} if isinstance(model, Endpoint) else _identity(model)),
         "tokenizer": encoder.fingerprint,
         "length": limit,
         "decoding": stated,
         **encoder.settings,
+    }
+
+
+def _identity(model: MedusaModel) -> dict[str, Any]:
+    """Return what tells models, their heads and trees apart."""
+    tree: Any = model.tree
+    if isinstance(tree, Tree):
+        # Static trees without a copied branch are identified by their choices alone, as in older files.
+        tree = (tree.choices, tree.lookup, tree.keep) if tree.lookup or tree.keep else tree.choices
+    return {
+        "model": fingerprint(model.backbone.causal_lm),
+        "heads": None if model.heads is None else fingerprint(model.heads),
+        "tree": hashlib.blake2b(repr(tree).encode(), digest_size=8).hexdigest(),
     }
