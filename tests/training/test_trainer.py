@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 from collections import Counter
@@ -418,21 +419,6 @@ def test_a_run_ends_when_its_patience_does(shop, tmp_path, overfitted):
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.slow
-def test_two_processes_with_divided_weights_keep_the_best_heads(shop, tmp_path, overfitted):
-    names = {"tests": str(Path(__file__).parent), "folder": str(tmp_path / "two"), "base": str(shop[0])}
-    names |= {"data": str(shop[1]), "method": "medusa-1", "options": OVERFITTED}
-    launch(LAUNCHED.format(**names) + CUT_BACK, tmp_path / "two", "full")
-    for folder in (tmp_path / "two", tmp_path / "two-before"):
-        lines = curve(folder)
-        assert lines[-1]["best_step"] < lines[-1]["step"]
-        written = json.loads((folder / "heads" / "measured.json").read_text())["accuracy"]
-        (best,) = (line for line in lines if line["step"] == lines[-1]["best_step"] and "accuracy" in line)
-        assert written == best["accuracy"]
-    before = heads_tensors(tmp_path / "two-before")
-    assert all(torch.equal(tensor, before[name]) for name, tensor in heads_tensors(tmp_path / "two").items())
-
-
 # Stopping and resuming
 
 
@@ -445,7 +431,7 @@ def test_a_run_resumes_from_any_checkpoint_to_the_same_bits(shop, tmp_path, fini
         train(workshop.config(stopped, *shop, method), watchers=[stop_at(5)])
     assert max(line["step"] for line in curve(stopped)) == 5
     folders = [stopped]
-    checkpoints = saving.Checkpoints(whole / "checkpoints", 1, None).all()
+    checkpoints = saving.Checkpoints(whole / "checkpoints", 1).all()
     assert len(checkpoints) >= 3
     for number in range(1, len(checkpoints) + 1):
         # The log has lines of later steps, as if the run was stopped some time after the checkpoint.
@@ -505,7 +491,7 @@ def test_a_full_disk_names_the_last_good_checkpoint_and_leaves_it(shop, tmp_path
 
     def full(*args, **options):
         calls.append(args)
-        if len(calls) > 4:  # three files per checkpoint
+        if len(calls) > 3:  # two files per checkpoint
             raise OSError(errno.ENOSPC, "No space left on device")
         return save(*args, **options)
 
@@ -534,7 +520,8 @@ def test_a_folder_that_holds_a_run_is_not_overwritten(shop, tmp_path, finished):
     changed = workshop.config(tmp_path / "run", *shop, optimisation={"learning_rate": 1e-3})
     with pytest.raises(ValueError, match=r"optimisation.learning_rate: expected what the run in .* was begun with"):
         train(changed, resume=True)
-    allowed = workshop.config(tmp_path / "run", *shop, output={"log_steps": 5})
+    moved = {"micro_batch_size": 4, "sharding": "none"}
+    allowed = workshop.config(tmp_path / "run", *shop, output={"log_steps": 5}, optimisation=moved)
     assert train(allowed, resume=True).steps > 0
 
 
@@ -651,72 +638,100 @@ def test_a_quantised_model_is_not_sharded(shop, tmp_path):
     settings = json.loads((base / "config.json").read_text())
     settings["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     (base / "config.json").write_text(json.dumps(settings))
-    two = Processes(0, 2, torch.device("cpu"), True)
+    divided = Processes(0, 1, torch.device("cpu"), True)
     with pytest.raises(ValueError, match=r"^model\.name: expected a model that is not quantised with divided weights"):
-        preflight.check(workshop.config(tmp_path / "run", base, shop[1]), two)
-    preflight.check(workshop.config(tmp_path / "run", *shop), two)
+        preflight.check(workshop.config(tmp_path / "run", base, shop[1]), divided)
+    preflight.check(workshop.config(tmp_path / "run", *shop), divided)
 
 
-LAUNCHED = """
-import sys
-import weakref
-from pathlib import Path
-sys.path.insert(0, {tests!r})
-import workshop
-from medusa_decoding.training.loop.run import train
-config = workshop.config(Path({folder!r}), {base!r}, {data!r}, {method!r}, **{options!r})
-train(config)
-"""
-CUT_BACK = """
-import shutil
-import torch.distributed as dist
-folder = Path(config.output.folder)
-if dist.get_rank() == 0:
-    shutil.copytree(folder, folder.with_name("two-before"))
-    checkpoints = sorted((folder / "checkpoints").iterdir())
-    for path in (*checkpoints[1:], folder / "heads", folder / "model", folder / "adapter"):
-        shutil.rmtree(path, ignore_errors=True)
-dist.barrier()
-train(config, resume=True)
-"""
+# Started by torchrun and by accelerate, each process in a working folder of its own, as on nodes without a shared disk.
 
 
-WATCHED = """
-import json
-import torch
-from medusa_decoding.checkpoints import pretrained
-from medusa_decoding.training.loop.processes import Processes
-load, shard = pretrained.load_model, Processes.shard
-loads = []
-def counted(*arguments, **options):
-    loads.append(arguments)
-    return load(*arguments, **options)
-def watched(self, module, layers):
-    def held():
-        return sum(local(weight).numel() for weight in module.parameters() if local(weight).device.type != "meta")
-    def local(weight):
-        return weight.to_local() if hasattr(weight, "to_local") else weight
-    before = held()
-    shard(self, module, layers)
-    facts = {{"loads": len(loads), "before": before, "after": held(),
-        "all": sum(weight.numel() for weight in module.parameters())}}
-    with open({facts!r} + str(self.rank), "w") as file:
-        json.dump(facts, file)
-pretrained.load_model, Processes.shard = counted, watched
-"""
+def launch(folder, nodes, *jobs):
+    """Run `several.py` in two processes, which torchrun starts as two nodes, or accelerate on one, with FSDP."""
+    for number, job in enumerate(jobs):
+        job["folder"] = str(folder / str(number))
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    script = [str(Path(__file__).with_name("several.py")), str(folder / "jobs.json")]
+    if nodes == 2:
+        with socket.socket() as found:
+            found.bind(("127.0.0.1", 0))
+            place = f"127.0.0.1:{found.getsockname()[1]}"
+        each = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-endpoint", place]
+        commands = [[*each, "--node-rank", str(rank), *script] for rank in range(2)]
+    else:
+        # On a machine without GPUs the same arguments start processes on the CPU (--cpu would start one).
+        each = ["-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1", "--use_fsdp"]
+        commands = [[*each, "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", *script]]
+    options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    running = [subprocess.Popen([sys.executable, *command], env=environment, **options) for command in commands]
+    said = [process.communicate(timeout=300)[1] for process in running]
+    assert not any(process.returncode for process in running), "\n".join(text[-3000:] for text in said)
 
 
-def launch(script, folder, sharding):
-    file = folder.parent / f"{folder.name}.py"
-    file.write_text(script)
-    # On a machine without GPUs the same arguments start processes on the CPU (--cpu would start one).
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--num_machines", "1"]
-    command += ["--use_fsdp"] if sharding == "full" else ["--multi_gpu"]
-    command += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0", str(file)]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+def check_as_one(found, one):
+    """Compare a run of two processes, the second of which wrote nothing into an output folder, to that of one."""
+    assert not (found.parents[1] / "process-1" / "run").exists()
+    lines, expected = curve(found), curve(one)
+    assert [line["step"] for line in lines] == [line["step"] for line in expected]
+    assert losses(found) == pytest.approx(losses(one), rel=1e-4, abs=1e-6)
+    measured = [(line["accuracy"], line.get("best_step")) for line in lines if "accuracy" in line]
+    assert measured == [(line["accuracy"], line.get("best_step")) for line in expected if "accuracy" in line]
+    tensors = heads_tensors(one)
+    assert heads_tensors(found).keys() == tensors.keys()
+    for name, tensor in heads_tensors(found).items():
+        tolerance = 1 if tensor.dtype == torch.int8 else 2e-3
+        assert torch.allclose(tensor.float(), tensors[name].float(), atol=tolerance), name
+
+
+@pytest.mark.slow
+def test_two_nodes_continue_as_one_process_and_back_to_the_same_curve(shop, tmp_path, overfitted):
+    """The best heads are those of a step of the one process."""
+    base, data = map(str, shop)
+    distilled = {"lora": {"dropout": 0.0}, "loss": {"targets": "kl"}}
+    cached = OVERFITTED | {"data": {"cache_hidden": "states"}}
+    train(workshop.config(tmp_path / "one", *shop, "self-distillation", **distilled))
+    launch(
+        tmp_path, 2,
+        {"config": (base, data, "self-distillation", distilled), "legs": [("two", 4), ("one", 8), ("two", None)]},
+        {"config": (base, data, "medusa-1", cached), "legs": [("two", 16), ("one", 32), ("two", None)]},
+    )  # fmt: skip
+    check_as_one(tmp_path / "0" / "process-0" / "run", tmp_path / "one")
+    check_as_one(tmp_path / "1" / "process-0" / "run", overfitted.folder)
+    for rank in range(2):  # each node computes the states that the other one had before
+        there = tmp_path / "1" / f"process-{rank}" / "states" / f"node-{rank}" / "there.bin"
+        assert set(there.read_bytes()) == {1}
+
+
+@pytest.mark.slow
+def test_divided_weights_continue_whole_and_back_to_the_same_curve(shop, tmp_path, overfitted):
+    """Before they are divided, only the main process holds them; also tied ones, and heads with buffers."""
+    tied, data = str(workshop.make_base(tmp_path / "tied", tie_word_embeddings=True)), str(shop[1])
+    buffers = {"heads": {"token_map_size": 60, "parent_rank": 4, "storage": "int8", "root_rank": 5}}
+    joint = {"lora": {"enabled": False}, "heads": {"shared_projection": True}}
+    alone = {"base": (shop[0], data, "medusa-1", buffers), "tied": (tied, data, "medusa-2", joint)}
+    for name, (*places, options) in alone.items():
+        train(workshop.config(tmp_path / f"one-{name}", *places, **options))
+    legs = [("two", None)]
+    launch(
+        tmp_path, 1,
+        {"config": (str(shop[0]), data, "medusa-1", buffers), "legs": legs},
+        {"config": (tied, data, "medusa-2", joint), "legs": legs},
+        {
+            "config": (str(shop[0]), data, "medusa-1", OVERFITTED),
+            "legs": [("two", 8), ("one", 16), ("copies", 32), ("two", None)],
+        },
+    )  # fmt: skip
+    for number, expected in enumerate((tmp_path / "one-base", tmp_path / "one-tied", overfitted.folder)):
+        check_as_one(tmp_path / str(number) / "process-0" / "run", expected)
+        main, other = (
+            json.loads((tmp_path / str(number) / f"process-{rank}" / "held.json").read_text()) for rank in range(2)
+        )
+        assert (main["loads"], other["loads"]) == (1, 0)
+        assert main["before"] == main["all"]
+        assert other["before"] == 0
+        assert other["after"] <= 0.51 * other["all"] + 64  # an odd number of rows is not halved
 
 
 # Families whose logits are not lm_head's
@@ -756,67 +771,6 @@ def test_losses_are_those_of_the_logits_that_transformers_gives(shop, tmp_path, 
         adapter = backbone.lm_head.lora_B.default.weight.grad
         assert adapter is not None
         assert bool(adapter.any())
-
-
-@pytest.mark.slow
-def test_two_processes_give_the_curve_of_one(shop, tmp_path):
-    """Without sharding. With it: the next tests, and the one of divided weights."""
-    method, options = "self-distillation", {"lora": {"dropout": 0.0}, "loss": {"targets": "kl"}}
-    train(workshop.config(tmp_path / "one", *shop, method, **options))
-    folder = tmp_path / "two"
-    names = {"tests": str(Path(__file__).parent), "folder": str(folder), "base": str(shop[0]), "data": str(shop[1])}
-    names |= {"method": method, "options": options}
-    # Cut back to an earlier checkpoint, the two processes resume to the same result.
-    launch(LAUNCHED.format(**names) + CUT_BACK, folder, "none")
-    resumed, folder = folder, folder.with_name("two-before")
-    state = json.loads((max((folder / "checkpoints").iterdir()) / saving.STATE).read_text())
-    assert (state["processes"], state["sharded"]) == (2, False)
-    one, two = curve(tmp_path / "one"), curve(folder)
-    assert [line["step"] for line in one] == [line["step"] for line in two]
-    assert losses(folder) == pytest.approx(losses(tmp_path / "one"), rel=1e-4, abs=1e-6)
-    measured = [line["accuracy"]["total"] for line in two if "accuracy" in line]
-    assert measured == [line["accuracy"]["total"] for line in one if "accuracy" in line]
-    expected = heads_tensors(tmp_path / "one")
-    for name, tensor in heads_tensors(folder).items():
-        assert torch.allclose(tensor, expected[name], atol=2e-3), name
-    assert losses(resumed) == pytest.approx(losses(folder), rel=1e-6)
-    assert (resumed / "heads").is_dir()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("tied", "method", "options"),
-    [
-        (
-            False,
-            "medusa-1",
-            {"heads": {"token_map_size": 60, "parent_rank": 4, "storage": "int8", "root_rank": 5}},
-        ),
-        (True, "medusa-2", {"lora": {"enabled": False}, "heads": {"shared_projection": True}}),
-    ],
-    ids=["buffers", "tied embeddings"],
-)
-def test_before_sharding_only_the_main_process_holds_the_weights(shop, tmp_path, tied, method, options):
-    base = workshop.make_base(tmp_path / "base", tie_word_embeddings=tied)
-    train(workshop.config(tmp_path / "one", base, shop[1], method, **options))
-    folder = tmp_path / "two"
-    names = {"tests": str(Path(__file__).parent), "folder": str(folder), "base": str(base), "data": str(shop[1])}
-    names |= {"method": method, "options": options}
-    script = WATCHED.format(facts=str(tmp_path / "facts-")) + LAUNCHED.format(**names)
-    launch(script, folder, "full")
-    main, other = (json.loads((tmp_path / f"facts-{rank}").read_text()) for rank in range(2))
-    assert (main["loads"], other["loads"]) == (1, 0)
-    assert main["before"] == main["all"]
-    assert other["before"] == 0
-    assert other["after"] <= 0.51 * other["all"] + 64  # an odd number of rows is not halved
-    assert losses(folder) == pytest.approx(losses(tmp_path / "one"), rel=1e-4, abs=1e-6)
-    expected = heads_tensors(tmp_path / "one")
-    found = heads_tensors(folder)
-    assert found.keys() == expected.keys()
-    for name, tensor in found.items():
-        assert torch.allclose(tensor.float(), expected[name].float(), atol=1 if tensor.dtype == torch.int8 else 2e-3), (
-            name
-        )
 
 
 def test_the_base_model_s_revision_is_recorded(shop, tmp_path, finished):

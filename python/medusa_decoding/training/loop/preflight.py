@@ -7,8 +7,6 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-import torch
-
 from medusa_decoding.checkpoints import pretrained
 from medusa_decoding.checks import import_library
 from medusa_decoding.files import only_writer
@@ -21,9 +19,14 @@ from medusa_decoding.training.loop.processes import Processes
 from medusa_decoding.training.loop.saving import STATE, Checkpoints, damaged, read_state
 
 _CHANGEABLE = [
-    f"output.{name}" for name in ("folder", "checkpoint_steps", "keep_checkpoints", "log_steps", "tensorboard", "merge")
+    *("optimisation.sharding", "optimisation.micro_batch_size", "data.cache_hidden"),
+    *(f"output.{name}" for name in ("folder", "checkpoint_steps", "keep_checkpoints", "log_steps", "tensorboard")),
+    "output.merge",
 ]
 """Settings that a resumed run can change, next to those of `medusa distill`."""
+
+_PLACES = ("model.name", "data.train", "data.held_out", "data.cache_hidden", "output.folder")
+"""Settings that may differ between the processes of a run: each node has its own disks."""
 
 
 @contextlib.contextmanager
@@ -36,14 +39,12 @@ def hold(config: Config, processes: Processes) -> Iterator[None]:
         OSError: the same, in the main process.
     """
     with contextlib.ExitStack() as stack:
-        error: OSError | ValueError | None = None
-        if processes.main:
-            try:
-                _check_folder(Path(config.output.folder))
-                stack.enter_context(only_writer("output.folder", config.output.folder, inside=True))
-            except (OSError, ValueError) as caught:
-                error = caught
-        processes.as_main(error)
+
+        def enter() -> None:
+            _check_folder(Path(config.output.folder))
+            stack.enter_context(only_writer("output.folder", config.output.folder, inside=True))
+
+        processes.by_main(enter)
         yield
 
 
@@ -55,15 +56,12 @@ def check(config: Config, processes: Processes, resume: bool = False) -> Path | 
 
     Raises:
         ValueError: settings that contradict the model, the given heads, the processes or the content of the output
-            folder; an output folder that cannot be written to, or that another run writes to.
+            folder; an output folder that cannot be written to, or that another run writes to; other settings in
+            another process.
         ModuleNotFoundError: a library that they need.
     """
-    folder = Path(config.output.folder)
-    _check_folder(folder)
-    if processes.main and folder.is_dir():
-        with only_writer("output.folder", folder, inside=True):
-            pass  # no other run holds it
-    start = _checkpoint_to_resume(config, folder, resume)
+    processes.same({key: value for key, value in config_schema.flat(config).items() if key not in _PLACES})
+    start = processes.by_main(lambda: _start(config, resume))
     card.check_plotting()
     model = pretrained.load_config(config.model.name, config.model.revision, argument=NAME)
     check_adaptable(config, model)
@@ -94,9 +92,13 @@ def _check_folder(folder: Path) -> None:
         raise ValueError(f"output.folder: expected one that is there or can be made, got {folder}")
 
 
-def _checkpoint_to_resume(config: Config, folder: Path, resume: bool) -> Path | None:
-    alone = Processes(0, 1, torch.device("cpu"), False)
-    newest = Checkpoints(folder / "checkpoints", 1, alone).newest()
+def _start(config: Config, resume: bool) -> Path | None:
+    folder = Path(config.output.folder)
+    _check_folder(folder)
+    if folder.is_dir():
+        with only_writer("output.folder", folder, inside=True):
+            pass  # no other run holds it
+    newest = Checkpoints(folder / "checkpoints", 1).newest()
     if newest is None:
         for name in ("heads", "model", "adapter"):
             if (folder / name).exists():

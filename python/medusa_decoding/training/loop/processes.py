@@ -1,14 +1,16 @@
 """The processes of a run: ranks, sums and errors over all of them, and replicated (DDP) or divided (FSDP) weights.
 
-`accelerate launch` or torchrun starts several; otherwise there is one.
+`accelerate launch` or torchrun starts several; otherwise there is one. Only the main process reads and writes the
+output folder, which the others need not see; they receive what they need.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Literal, TypeVar
@@ -16,15 +18,11 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map_only
 
 from medusa_decoding.backbone.tensor_parallel import leave
 from medusa_decoding.checks import import_library
@@ -86,19 +84,47 @@ class Processes:
         if int(failed):
             raise RuntimeError("another process of this run failed; see its message")
 
-    def as_main(self, error: OSError | ValueError | None) -> None:
-        """Raise in every process if the main one has an error; errors of other processes do not count.
+    def by_main(self, work: Callable[[], T]) -> T:
+        """Do some work in the main process alone, and return its result, a small one, in all.
 
         Raises:
-            OSError, ValueError: the main process's own error; in the others a `ValueError` with its message.
+            Exception: the main process's own error; in the others a `ValueError` with its message.
         """
-        message = [None if error is None else str(error)]
+        found: list[Any] = [None, None]
+        error: Exception | None = None
+        if self.main:
+            try:
+                found[0] = work()
+            except Exception as caught:
+                error, found[1] = caught, str(caught)
         if self.size > 1:
-            dist.broadcast_object_list(message, src=0)
+            dist.broadcast_object_list(found, src=0)
         if error is not None:
             raise error
-        if message[0] is not None:
-            raise ValueError(message[0])
+        if found[1] is not None:
+            raise ValueError(found[1])
+        return found[0]
+
+    def same(self, values: Mapping[str, Any]) -> None:
+        """Check that all processes have the same values by name.
+
+        Raises:
+            ValueError: in every process; names the first that differs, and the process.
+        """
+        found: list[Any] = [dict(values)] * self.size
+        if self.size > 1:
+            dist.all_gather_object(found, dict(values))
+        for rank, theirs in enumerate(found):
+            for name, value in found[0].items():
+                if theirs[name] != value:
+                    raise ValueError(
+                        f"{name}: expected the same in all processes, got another in process {rank} than in process 0"
+                    )
+
+    def in_turn(self, work: Callable[[], None]) -> None:
+        """Do some work in every process, one after the other; errors as in `each`."""
+        for rank in range(self.size):
+            self.each(work if rank == self.rank else lambda: None)
 
     def each(self, work: Callable[[], T]) -> T:
         """Do some work in every process, and end all of them if it fails in one. It must not wait for other processes.
@@ -149,8 +175,7 @@ class Processes:
             ValueError: see `agree`.
         """
         self.agree(module)
-        names = [name for name, _ in module.named_parameters()]
-        held = [weight.detach() for weight in module.parameters()] if self.main else []
+        held = {name: weight.detach() if self.main else None for name, weight in module.named_parameters()}
         mesh = init_device_mesh(self.device.type, (self.size,))
         for layer in layers:
             fully_shard(layer, mesh=mesh)
@@ -159,10 +184,8 @@ class Processes:
         if not self.main:
             module.to_empty(device=self.device)
         with torch.no_grad():
-            for number, name in enumerate(names):
-                weight = module.get_parameter(name)
-                values = held[number] if self.main else torch.empty(weight.shape, dtype=weight.dtype)
-                fill(weight, values)
+            for name, values in held.items():
+                self.fill(module.get_parameter(name), values)
             for buffer in module.buffers():
                 dist.broadcast(buffer, 0)
 
@@ -173,20 +196,41 @@ class Processes:
         on_gpu = [self.device.index] if self.device.type == "cuda" else None
         return DistributedDataParallel(module, device_ids=on_gpu, broadcast_buffers=False, init_sync=False)
 
-    def optimiser_state(self, module: nn.Module, optimiser: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the whole state of an optimiser of the module, in the main process; all processes must call."""
-        if not self.sharded:
-            return optimiser.state_dict()
-        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-        return get_optimizer_state_dict(module, optimiser, options=options)
+    def fill(self, weight: torch.Tensor, values: torch.Tensor | None) -> None:
+        """Copy the main process's values into a weight; all processes must call, the others without values."""
+        weight.copy_(self._received(weight if values is None else values, weight))
 
-    def load_optimiser_state(self, module: nn.Module, optimiser: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-        """Load the result of `optimiser_state`, which all processes must have."""
-        if not self.sharded:
-            optimiser.load_state_dict(state)
-            return
-        options = StateDictOptions(full_state_dict=True)
-        set_optimizer_state_dict(module, optimiser, optim_state_dict=state, options=options)
+    def _received(self, values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return the main process's values, divided as a weight of their shape is.
+
+        The other processes give any tensor of that shape and dtype.
+        """
+        if not self.main:
+            values = torch.empty(values.shape, dtype=values.dtype)
+        if isinstance(weight, DTensor) and weight.shape == values.shape:
+            return distribute_tensor(values.to(self.device), weight.device_mesh, weight.placements)
+        if self.size > 1:
+            values = values.to(self.device).contiguous()
+            dist.broadcast(values, 0)
+        return values.cpu()  # where AdamW's count of steps must be; what belongs on the device is moved there
+
+    def optimiser_state(self, optimiser: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return the state of an optimiser, whole in the main process; all processes must call."""
+
+        def gathered(value: DTensor) -> torch.Tensor | None:
+            values = value.full_tensor()
+            return values.cpu() if self.main else None
+
+        return tree_map_only(DTensor, gathered, optimiser.state_dict())
+
+    def load_optimiser_state(self, optimiser: torch.optim.Optimizer, saved: dict[str, Any] | None) -> None:
+        """Load the main process's result of `optimiser_state`; all processes must call, the others without it."""
+        state = self.by_main(lambda: tree_map_only(torch.Tensor, lambda value: value.to("meta"), saved))
+        weights = [weight for group in optimiser.param_groups for weight in group["params"]]
+        for number, values in (state if saved is None else saved)["state"].items():
+            received = functools.partial(self._received, weight=weights[number])
+            state["state"][number] = tree_map_only(torch.Tensor, received, values)
+        optimiser.load_state_dict(state)
 
     def gradients_kept(self, module: nn.Module, keep: bool) -> contextlib.AbstractContextManager[None]:
         """Leave gradients in this process while `keep` is set: more micro-batches of the step follow."""
@@ -195,13 +239,6 @@ class Processes:
         if isinstance(module, DistributedDataParallel) and keep:
             return module.no_sync()
         return contextlib.nullcontext()
-
-
-def fill(weight: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy values into a weight. If it is divided, all processes must call; the values are the main process's."""
-    if isinstance(weight, DTensor):
-        values = distribute_tensor(values.to(weight.device_mesh.device_type), weight.device_mesh, weight.placements)
-    weight.copy_(values)
 
 
 def own(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ checkpoints and TensorBoard's files.
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -119,8 +120,6 @@ def _train(
     if processes.main and heads.token_map is not None:
         announce(describe_map(heads.token_map, heads.vocab_size, rows))
     states = _states(config, backbone, rows, processes)
-    # Each process draws its own dropout. Everything that they share has been drawn.
-    torch.manual_seed(config.optimisation.seed + processes.rank)
     trainer = Trainer(config, backbone, heads, rows.train, rows.held_out, processes, states, list(watchers))
 
     def begin() -> None:
@@ -155,15 +154,19 @@ def _states(config: Config, backbone: TrainingBackbone, rows: Rows, processes: P
     facts["weights"] = weights_fingerprint(backbone.causal)
     shape = len(rows.train), config.data.length, int(backbone.causal.config.hidden_size)
     key = fingerprint(rows.train, facts)
-    cache = StateCache(Path(config.data.cache_hidden), key, shape, DTYPES[model.dtype], processes)
+    folder = Path(config.data.cache_hidden)
+    if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
+        # On a disk that nodes share, one would see another's mark of a row before its states.
+        folder /= f"node-{os.environ['GROUP_RANK']}"
+    cache = StateCache(folder, key, shape, DTYPES[model.dtype], processes)
 
     def fill() -> None:
-        paths = [Path(source.path) for source in config.data.train] if processes.main else []
+        paths = [Path(source.path) for source in config.data.train]
         known = [companion(path, STATES) for path in paths if saved_states(path, facts["weights"])]
         if known:
             cache.fill(rows.train, [AnswerStates(file, shape[2], DTYPES[model.dtype]) for file in known])
 
-    processes.each(fill)
+    processes.in_turn(fill)
     return cache
 
 

@@ -7,34 +7,31 @@ of itself and of each other file, so that a damaged, exchanged or edited file is
 from __future__ import annotations
 
 import contextlib
-import functools
 import hashlib
 import json
 import os
-import random
 import re
 import secrets
 import shutil
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from medusa_decoding.files import read_json_object
-from medusa_decoding.training.loop.processes import Processes
 
 _NAME = re.compile(r"step-(\d{6,})")
 WEIGHTS, OPTIMISER, STATE = "weights.pt", "optimiser.pt", "state.json"
+BEST = "best-0.pt"  # as earlier versions named it
 
 
 class Checkpoints:
-    """The last checkpoints of a run, as many as it is to `keep`; all processes call `save`."""
+    """The last checkpoints of a run, as many as it is to `keep`; the main process reads and writes them."""
 
-    def __init__(self, folder: Path, keep: int, processes: Processes) -> None:
-        self.folder, self.keep, self.processes = folder, keep, processes
+    def __init__(self, folder: Path, keep: int) -> None:
+        self.folder, self.keep = folder, keep
 
     def all(self) -> list[Path]:
         """Return the complete ones, oldest first."""
@@ -57,44 +54,32 @@ class Checkpoints:
     ) -> None:
         """Write a checkpoint after a step of the whole run; older ones go once it is complete.
 
-        The main process gives the weights by name, and the state of optimiser and schedule. `state` has values for
-        JSON. `best` are the weights of the best heads, unless they are those of this step; if weights are divided, the
-        part of each process.
+        It has the weights by name, and the state of optimiser and schedule. `state` has values for JSON. `best` are the
+        weights of the best heads, unless they are those of this step.
 
         Raises:
             OSError: it could not be written (a full disk, say). Earlier checkpoints stay, and the newest is named.
         """
-        processes, staging = self.processes, self.folder / f".step-{step:06d}.tmp"
-
-        def prepare() -> None:
-            if processes.main:
-                for left in self.folder.glob(".step-*.tmp"):
-                    shutil.rmtree(left)  # of a run that was killed
-                staging.mkdir(parents=True)
-
-        def write() -> None:
-            torch.save(random_state(processes.device), staging / f"random-{processes.rank}.pt")
-            if best is not None and (processes.main or processes.sharded):
-                torch.save(dict(best), staging / self.best_name)
-            if processes.main:
+        staging = self.folder / f".step-{step:06d}.tmp"
+        with self._named_errors():
+            for left in self.folder.glob(".step-*.tmp"):
+                shutil.rmtree(left)  # of a run that was killed
+            staging.mkdir(parents=True)
+            try:
+                if best is not None:
+                    torch.save(dict(best), staging / BEST)
                 torch.save(dict(weights), staging / WEIGHTS)
                 torch.save(dict(optimiser), staging / OPTIMISER)
-
-        def finish() -> None:
-            if processes.main:
                 _write_state(staging, state)
                 self._put_in_place(staging, step)
+            except BaseException:
+                shutil.rmtree(staging, ignore_errors=True)
+                raise
 
+    @contextlib.contextmanager
+    def _named_errors(self) -> Iterator[None]:
         try:
-            for part in (prepare, write, finish):
-                processes.each(functools.partial(self._named_errors, part))
-        except BaseException:
-            shutil.rmtree(staging, ignore_errors=True)
-            raise
-
-    def _named_errors(self, work: Callable[[], None]) -> None:
-        try:
-            work()
+            yield
         except (OSError, RuntimeError) as error:  # torch's writer has its own errors for a full disk
             newest = self.newest()
             kept = f"the last good one is {newest}" if newest is not None else "there is none before it"
@@ -117,34 +102,22 @@ class Checkpoints:
             os.rename(old, gone)
             shutil.rmtree(gone, ignore_errors=True)
 
-    @property
-    def best_name(self) -> str:
-        """Name of the file of this process's best weights."""
-        return f"best-{self.processes.rank if self.processes.sharded else 0}.pt"
-
-    def load(
-        self, path: Path, state: Mapping[str, Any]
-    ) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], dict[str, Any]]:
-        """Read the weights, the optimiser, this process's random numbers, and the best weights if they are others.
-
-        All processes fail if one does.
+    def load(self, path: Path, state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """Read the weights, the optimiser and the best weights.
 
         Raises:
             ValueError: a damaged checkpoint, or one that does not match its `read_state`; it names the file.
         """
-        own, best = f"random-{self.processes.rank}.pt", self.best_name
 
         def read(name: str) -> dict[str, Any]:
             try:
-                if self.processes.main or name in (own, best):
-                    _check_records(path / name, state["files"].get(name))
+                _check_records(path / name, state["files"].get(name))
                 return dict(torch.load(path / name, map_location="cpu", weights_only=True))
             except Exception as error:  # torch.load raises many types on damaged bytes
                 raise damaged(path, f"{name}: {error}") from error
 
-        return self.processes.each(
-            lambda: (read(WEIGHTS), read(OPTIMISER), read(own), read(best) if best in state["files"] else {})
-        )
+        weights = read(WEIGHTS)
+        return weights, read(OPTIMISER), read(BEST) if BEST in state["files"] else weights
 
 
 def damaged(path: Path, reason: str) -> ValueError:
@@ -201,26 +174,3 @@ def _check_records(file: Path, mark: str | None) -> None:
         broken = records.testzip()
     if broken is not None:
         raise ValueError(f"another checksum in {broken}")
-
-
-def random_state(device: torch.device) -> dict[str, Any]:
-    """Return the state of all random generators that training uses."""
-    kind, keys, *rest = np.random.get_state()
-    found: dict[str, Any] = {
-        "torch": torch.get_rng_state(),
-        "python": random.getstate(),
-        "numpy": (kind, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
-    }
-    if device.type == "cuda":
-        found["cuda"] = torch.cuda.get_rng_state(device)
-    return found
-
-
-def restore_random(state: Mapping[str, Any], device: torch.device) -> None:
-    """Restore what `random_state` returned."""
-    kind, keys, *rest = state["numpy"]
-    torch.set_rng_state(state["torch"])
-    random.setstate(state["python"])
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)

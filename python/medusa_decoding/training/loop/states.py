@@ -54,12 +54,11 @@ class StateCache:
         count = math.prod(shape)
 
         def prepare() -> None:
-            if processes.main:
-                # Two processes that make the files at once would truncate what the other has mapped.
-                with only_writer("data.cache_hidden", folder, inside=True):
-                    (_check if (folder / ABOUT).is_file() else _make)(folder, facts, count * dtype.itemsize)
+            # Two processes that make the files at once would truncate what the other has mapped.
+            with only_writer("data.cache_hidden", folder, inside=True):
+                (_check if (folder / ABOUT).is_file() else _make)(folder, facts, count * dtype.itemsize)
 
-        processes.each(prepare)
+        processes.in_turn(prepare)  # the first process of each disk makes them
         self._states = torch.from_file(str(self._file), shared=True, size=count, dtype=dtype).view(shape)
         self._there = torch.from_file(str(folder / THERE), shared=True, size=shape[0], dtype=torch.uint8)
 

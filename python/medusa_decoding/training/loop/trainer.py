@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from medusa_decoding.files import append_line
 from medusa_decoding.heads import MedusaHeads, Storage
+from medusa_decoding.provenance import fingerprint as weights_fingerprint
 from medusa_decoding.training.config import Config
 from medusa_decoding.training.data.packing import PackedDataset, collate
 from medusa_decoding.training.data.targets import IGNORE
@@ -30,14 +31,8 @@ from medusa_decoding.training.loop.backbone import DTYPES, TrainingBackbone
 from medusa_decoding.training.loop.heads import fake_quant
 from medusa_decoding.training.loop.log import LOG, Watcher, cut_log
 from medusa_decoding.training.loop.objective import HIDDEN, Objective, count_targets
-from medusa_decoding.training.loop.processes import Processes, fill, own, whole
-from medusa_decoding.training.loop.saving import (
-    STATE,
-    Checkpoints,
-    damaged,
-    read_state,
-    restore_random,
-)
+from medusa_decoding.training.loop.processes import Processes, own, whole
+from medusa_decoding.training.loop.saving import STATE, Checkpoints, damaged, read_state
 from medusa_decoding.training.loop.schedules import (
     Progress,
     Stage,
@@ -59,7 +54,7 @@ class Best:
         step: of the whole run, after which they were measured.
         measured: their figures.
         later: measurements since then, all of them worse.
-        weights: this process's part of each, on the CPU.
+        weights: whole, on the CPU; only the main process has them.
     """
 
     step: int
@@ -96,7 +91,7 @@ class Trainer:
     def __post_init__(self) -> None:
         output = self.config.output
         self.folder = Path(output.folder)
-        self.checkpoints = Checkpoints(self.folder / "checkpoints", output.keep_checkpoints, self.processes)
+        self.checkpoints = Checkpoints(self.folder / "checkpoints", output.keep_checkpoints)
         self.stages = stages(self.config, len(self.rows))
         self.steps = sum(stage.steps for stage in self.stages)
         self.objective = Objective(self.backbone, self.heads, self.config)
@@ -104,6 +99,8 @@ class Trainer:
         self.measured: Measured | None = None
         self.best: Best | None = None
         self._trained_names = list(self.backbone.trained())
+        if self.processes.size > 1:
+            self._check_same()
         if self.processes.sharded:
             self.processes.shard(self.objective, self.backbone.decoder.layers)
         self._token_map = None if self.heads.token_map is None else self.heads.token_map.cpu()
@@ -145,7 +142,7 @@ class Trainer:
             return self.measured
         with torch.no_grad():
             for name, weight in self._named().items():
-                own(weight).copy_(self.best.weights[name])
+                self.processes.fill(weight, self.best.weights.get(name))
         return self.best.measured
 
     @property
@@ -159,15 +156,11 @@ class Trainer:
         line = {"stage": stage.name, "step": self.at.done} | self.measured.to_json()
         if not self.config.trains_backbone:  # heads fit the backbone of their own step
             if self.best is None or self.measured.figure >= self.best.measured.figure:
-                self.best = Best(self.at.done, self.measured, 0, self._copies())
+                self.best = Best(self.at.done, self.measured, 0, self.trained())
             else:
                 self.best.later += 1
             line["best_step"] = self.best.step
         self._log(line)
-
-    def _copies(self) -> dict[str, Tensor]:
-        """Return copies of this process's parts of the trained weights, on the CPU."""
-        return {name: own(weight.detach()).to("cpu", copy=True) for name, weight in self._named().items()}
 
     @property
     def _steps_per_epoch(self) -> int:
@@ -212,6 +205,8 @@ class Trainer:
     def _step(self, stage: Stage, logged: bool = True) -> dict[str, Any]:
         """Make a step; return its line of the log, with accuracies if it is `logged` (they cost time)."""
         config, processes = self.config, self.processes
+        # Dropout depends on the seed, the step and the process alone, so a resumed run draws the same.
+        torch.manual_seed((config.optimisation.seed * 7919 + self.at.done) * 104729 + processes.rank)
         numbers = self._rows_of_step(self.at.step)
         # Every process reads all rows, to count the targets of the whole step; only its own rows go to the device.
         rows = {number: self.rows[number] for number in numbers}
@@ -365,6 +360,12 @@ class Trainer:
     def _data(self) -> str:
         return fingerprint(self.rows, {}, labels=True)
 
+    def _check_same(self) -> None:
+        """Refuse processes that have read other data or another model; divided weights are the main process's."""
+        held_out = None if self.held_out is None else fingerprint(self.held_out, {}, labels=True)
+        model = None if self.processes.sharded else weights_fingerprint(self.backbone.causal)
+        self.processes.same({"data": (self._data, held_out), "model.name": model})
+
     def _named(self) -> dict[str, nn.Parameter]:
         named = {f"heads.{name}": weight for name, weight in self.heads.named_parameters()}
         return named | {f"model.{name}": weight for name, weight in self._trained_weights.items()}
@@ -386,58 +387,67 @@ class Trainer:
         state = dataclasses.asdict(self.at) | {
             "rows": len(self.rows),
             "data": self._data,
-            "processes": self.processes.size,
-            "sharded": self.processes.sharded,
             "config": self.config.to_yaml(),
             "measured": None if self.measured is None else self.measured.to_json(),
             "best": None if self.best is None else self.best.to_json(),
         }
         weights = self.trained()
-        moments = self.processes.optimiser_state(self.objective, self.optimiser)
-        optimiser = {"optimiser": moments, "schedule": self.schedule.state_dict()}
+        optimiser = {
+            "optimiser": self.processes.optimiser_state(self.optimiser),
+            "schedule": self.schedule.state_dict(),
+        }
         best = None if self.best is None or self.best.step == self.at.done else self.best.weights
-        self.checkpoints.save(self.at.done, state, weights, optimiser, best)
+
+        def write() -> None:
+            if self.processes.main:
+                self.checkpoints.save(self.at.done, state, weights, optimiser, best)
+
+        self.processes.each(write)
 
     def resume(self, path: Path) -> None:
-        """Continue from a checkpoint.
+        """Continue from a checkpoint of any number of processes; the main process reads it.
 
         Raises:
-            ValueError: a damaged checkpoint, or one of other rows or another number of processes; a damaged log.
+            ValueError: a damaged checkpoint, or one of other rows; a damaged log.
         """
-        state = read_state(path)
-        missing = {"rows", "processes", "sharded", "data", "measured", *vars(self.at)} - state.keys()
-        if missing:
-            raise damaged(path, f"{STATE} does not say its {min(missing)}")
-        for name, wanted in (("rows", len(self.rows)), ("processes", self.processes.size)):
-            if state[name] != wanted:
-                raise ValueError(f"{path}: expected a run of {wanted} {name}, got one of {state[name]}")
-        if state["sharded"] != self.processes.sharded:
-            had, has = ("divided" if sharded else "whole" for sharded in (state["sharded"], self.processes.sharded))
-            raise ValueError(f"{path}: expected a run with {has} weights, got one with {had} weights")
-        if state["data"] != self._data:
-            raise ValueError(f"{path}: expected a run on these very rows, got one on others: the data has changed")
+        weights: Mapping[str, Tensor] = {}
+        best: Mapping[str, Tensor] = {}
+        saved: dict[str, Any] = {}
+
+        def read() -> dict[str, Any]:
+            nonlocal weights, best, saved
+            state = self._read_state(path)
+            weights, saved, best = self.checkpoints.load(path, state)
+            cut_log(self.folder, state["done"])
+            return state | {"schedule": saved["schedule"]}
+
+        state = self.processes.by_main(read)
         self.at = Progress(**{name: state[name] for name in vars(self.at)})
         self.measured = None if state["measured"] is None else Measured.from_json(state["measured"])
-        best = state.get("best")  # older checkpoints have none
-        self.best = None if best is None else Best.from_json(best)
-        weights, optimiser, numbers, kept = self.checkpoints.load(path, state)
+        if state.get("best") is not None:  # older checkpoints have none
+            self.best = dataclasses.replace(Best.from_json(state["best"]), weights=dict(best))
         if self.at.stage > 0:
             self._begin_stage(self.stages[self.at.stage])
-        self._restore(weights, optimiser)
-        if self.best is not None:
-            self.best.weights = self._copies()
-            if self.best.step < self.at.done:
-                self.best.weights = kept
-        restore_random(numbers, self.processes.device)
-        if self.processes.main:
-            cut_log(self.folder, self.at.done)
-
-    def _restore(self, weights: Mapping[str, Tensor], saved: dict[str, Any]) -> None:
         with torch.no_grad():
             for name, weight in self._named().items():
-                fill(weight, weights[name])
-        self.processes.load_optimiser_state(self.objective, self.optimiser, saved["optimiser"])
-        self.schedule.load_state_dict(saved["schedule"])
+                self.processes.fill(weight, weights.get(name))
+        self.processes.load_optimiser_state(self.optimiser, saved.get("optimiser"))
+        self.schedule.load_state_dict(state["schedule"])
+
+    def _read_state(self, path: Path) -> dict[str, Any]:
+        state = read_state(path)
+        missing = {"rows", "data", "measured", *vars(self.at)} - state.keys()
+        if missing:
+            raise damaged(path, f"{STATE} does not say its {min(missing)}")
+        if state.get("sharded"):
+            raise ValueError(
+                f"{path}: expected whole weights, got divided ones; resume with the version that wrote them"
+            )
+        if state["rows"] != len(self.rows):
+            raise ValueError(f"{path}: expected a run of {len(self.rows)} rows, got one of {state['rows']}")
+        if state["data"] != self._data:
+            raise ValueError(f"{path}: expected a run on these very rows, got one on others: the data has changed")
+        return state
 
 
 def _accumulate(sums: dict[str, Tensor], found: Mapping[str, Tensor]) -> None:

@@ -1,0 +1,75 @@
+"""Runs in each process of a launched test: trains jobs of a file, and counts which weights a process holds."""
+
+import contextlib
+import json
+import os
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+import workshop
+
+from medusa_decoding.checkpoints import pretrained
+from medusa_decoding.training.loop.processes import Processes, own
+from medusa_decoding.training.loop.run import train
+from medusa_decoding.training.loop.trainer import Trainer
+
+RANK = int(os.environ["RANK"])
+WHOLE = {"one": Processes(0, 1, torch.device("cpu"), False), "copies": Processes(RANK, 2, torch.device("cpu"), False)}
+save, shard, load = Trainer.save, Processes.shard, pretrained.load_model
+
+
+class StoppedError(Exception):
+    pass
+
+
+def run(job):
+    """Train a job in parts: up to a step, and in two processes as they were launched, in "one", or in two "copies"."""
+    place = Path(job["folder"]) / f"process-{RANK}"
+    place.mkdir(parents=True)
+    os.chdir(place)
+    *given, options = job["config"]
+    config = workshop.config(Path("run"), *given, **options)
+    for number, (how, until) in enumerate(job["legs"]):
+
+        def stopping(self, until=until):
+            save(self)
+            if self.at.done == until:
+                raise StoppedError
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(contextlib.suppress(StoppedError))
+            stack.enter_context(patch.object(Trainer, "save", stopping))
+            if how in WHOLE:
+                stack.enter_context(patch.object(Processes, "join", lambda *_, how=how: WHOLE[how]))
+            loads.clear()
+            if how != "one" or RANK == 0:
+                train(config, resume=number > 0)
+        dist.barrier()
+
+
+def watched(self, module, layers):
+    """Write how many values this process holds before and after the weights are divided."""
+
+    def held():
+        return sum(own(weight).numel() for weight in module.parameters() if own(weight).device.type != "meta")
+
+    before = held()
+    shard(self, module, layers)
+    counts = {"loads": len(loads), "before": before, "after": held()}
+    counts["all"] = sum(weight.numel() for weight in module.parameters())
+    Path("held.json").write_text(json.dumps(counts))
+
+
+def counted(*arguments, **options):
+    """Count that a model was read."""
+    loads.append(arguments)
+    return load(*arguments, **options)
+
+
+loads = []
+pretrained.load_model, Processes.shard = counted, watched
+for one in json.loads(Path(sys.argv[1]).read_text()):
+    run(one)
