@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 import workshop
@@ -48,6 +49,19 @@ def run(job):
             if how != "one" or RANK == 0:
                 train(config, resume=number > 0)
         dist.barrier()
+    if job.get("refusals"):
+        check_refusals(*given)
+
+
+def check_refusals(base, data, *given):
+    """Have a setting, and then data, that the other process has not: both processes must refuse."""
+    lines = Path(data).read_text().splitlines(keepends=True)
+    own_data = Path("data.jsonl")
+    own_data.write_text("".join(lines[RANK:]))
+    for file, seed, words in (data, RANK, "optimisation.seed"), (own_data, 0, "data"):
+        config = workshop.config(Path("refused"), base, file, *given, optimisation={"seed": seed})
+        with pytest.raises(ValueError, match=f"^{words}: expected the same in all processes, got another in process 1"):
+            train(config)
 
 
 def watched(self, module, layers):

@@ -695,7 +695,11 @@ def test_two_nodes_continue_as_one_process_and_back_to_the_same_curve(shop, tmp_
     launch(
         tmp_path, 2,
         {"config": (base, data, "self-distillation", distilled), "legs": [("two", 4), ("one", 8), ("two", None)]},
-        {"config": (base, data, "medusa-1", cached), "legs": [("two", 16), ("one", 32), ("two", None)]},
+        {
+            "config": (base, data, "medusa-1", cached),
+            "legs": [("two", 16), ("one", 32), ("two", None)],
+            "refusals": True,
+        },
     )  # fmt: skip
     check_as_one(tmp_path / "0" / "process-0" / "run", tmp_path / "one")
     check_as_one(tmp_path / "1" / "process-0" / "run", overfitted.folder)
