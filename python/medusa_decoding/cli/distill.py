@@ -52,7 +52,9 @@ def _run(args: argparse.Namespace, config: Config, processes: Any = None) -> int
     file = Path(config.output.folder) / FILE
     shares.check_folder(file.parent)
     asked = _asked(config)
-    figures = finished(file, asked) if args.resume else None
+    figures = None
+    if args.resume:  # only the main process needs to see the output folder
+        figures = finished(file, asked) if processes is None else processes.by_main(lambda: finished(file, asked))
     if figures is None:
         if not args.only_data:
             from medusa_decoding.training.loop.preflight import check
