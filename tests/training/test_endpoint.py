@@ -155,7 +155,7 @@ def test_the_command_asks_a_server_and_keeps_the_key_to_itself(served, connect, 
     argv = ["distill", "--config", str(file), "--only-data", "--set", "data.cache_hidden=states"]
     assert main(argv) == 0
     said = capsys.readouterr().err
-    assert "data.cache_hidden: a server returns no hidden states; training computes them" in said
+    assert "data.cache_hidden: answers of a server have no hidden states; training computes them" in said
     assert "7 records of 7 seeds" in said
     assert seen.keys == {"Bearer sesame"}
     assert not [path for path in out.rglob("*") if path.is_file() and b"sesame" in path.read_bytes()]

@@ -140,10 +140,8 @@ def _generate(
         print(f"{len(seeds)} seeds; {found}", *config.warnings(), sep="\n", file=sys.stderr)
     tokenizer, served = load_tokenizer(config.model), config.generation.endpoint is not None
     if data.cache_hidden is not None and not quiet and (served or shares.size > 1):
-        who = "a server" if served else "several processes"
-        print(
-            f"data.cache_hidden: answers of {who} come without hidden states; training computes them", file=sys.stderr
-        )
+        of = "a server" if served else "several processes"
+        print(f"data.cache_hidden: answers of {of} have no hidden states; training computes them", file=sys.stderr)
     model = Endpoint.connect(config) if served else load(config)
     bar = ProgressBar(len(range(shares.rank, len(seeds), shares.size)))
     try:
