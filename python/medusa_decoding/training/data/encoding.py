@@ -159,21 +159,16 @@ class ChatEncoder:
         return text, self.template.prompt_tokens(text)
 
     def compare(self, record: Record) -> tuple[int, bool]:
-        """Compare a record's exact tokens with the text next to them, except for space around answers.
-
-        Returns:
-            How many of its answers have no end token, and whether its text is another one.
-        """
+        """Return how many answers in exact tokens have no end token, and whether the text next to them is another."""
         assert record.tokens is not None
         ids, ends = record.tokens.ids.tolist(), (self.tokenizer.eos_token_id, self.end_of_turn)
         spans = [(start, end, ids[end - 1] in ends) for start, end in reversed(record.tokens.learnt)]
-        cut = sum(not closed for _, _, closed in spans)
-        if record.text is not None:
-            return cut, self.spell(ids).strip() != record.text.strip()
-        turns = [turn for turn in record.messages if turn["role"] == "assistant" and turn.get("weight") != 0]
-        said = [(turn["content"] or "").strip() for turn in reversed(turns)]
-        written = [self.spell(ids[start : end - closed]).strip() for start, end, closed in spans]
-        return cut, written != said[: len(spans)]  # the last ones, if each turn is a record
+        written, said = [self.spell(ids).strip()], [(record.text or "").strip()]
+        if record.text is None:  # the last answers, if each turn is a record; tokenizers add space
+            written = [self.spell(ids[start : end - closed]).strip() for start, end, closed in spans]
+            turns = [turn for turn in record.messages if turn["role"] == "assistant" and turn.get("weight") != 0]
+            said = [(turn["content"] or "").strip() for turn in reversed(turns)]
+        return sum(not closed for _, _, closed in spans), written != said[: len(written)]
 
     def spell(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included."""

@@ -43,10 +43,6 @@ class RecordFile(ResumableFile):
             self._note(known["seed"])
         companion(path, "finished").unlink(missing_ok=True)
 
-    def __len__(self) -> int:
-        """Return the number of records in the file."""
-        return len(self._order)
-
     def has(self, number: int, digest: str) -> bool:
         """Return whether all records of a seed are in the file.
 
@@ -89,7 +85,13 @@ class RecordFile(ResumableFile):
             stated.unlink()
 
     def finish(self, report: Mapping[str, Any], asked: Any = None) -> None:
-        """Put the lines in the order of the seeds, and mark the file as complete: with a report and what was asked."""
+        """Put the lines in the order of the seeds, and mark the file as complete: with a report and what was asked.
+
+        Raises:
+            OSError: the report counts other records, such as those of a part that is missing.
+        """
+        if len(self._order) != report["records"]:
+            raise OSError(f"{self.path}: expected {report['records']} records, got {len(self._order)}; run --resume")
         self._sort()
         write_json(companion(self.path, "finished"), {"asked": asked, "report": report})
 
