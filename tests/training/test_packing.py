@@ -80,6 +80,18 @@ def test_packed_logits_equal_separate_ones(family, attention):
     assert largest_difference(base, these, data, batch, use_cache=True) > 0.1
 
 
+@torch.no_grad()
+def test_packed_logits_under_flex_attention_equal_those_under_sdpa():
+    """Its kernel is compiled. On a CPU it has no gradient: there it runs the frozen backbone only."""
+    base = model()
+    _, batch = batch_of(examples(LENGTHS), 14)
+    expected = base(**model_inputs(batch)).logits
+    base.set_attn_implementation("flex_attention")
+    assert (base(**model_inputs(batch)).logits - expected).abs().max() < 2e-5
+    whole = {name: value for name, value in model_inputs(batch).items() if name != "position_ids"}
+    assert (base(**whole).logits - expected).abs().max() > 0.1
+
+
 def varlen(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
     window_size=(-1, -1), softcap=0.0, deterministic=False,

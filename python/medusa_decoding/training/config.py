@@ -41,7 +41,9 @@ class ModelConfig:
         "of the frozen weights, with bitsandbytes; heads fit the model that they learn from",
         "ours; B.3: 4bit",
     )
-    attention: Literal["sdpa", "eager", "flash_attention_2"] = setting("sdpa", "implementation in transformers", OURS)
+    attention: Literal["sdpa", "eager", "flash_attention_2", "flex_attention"] = setting(
+        "sdpa", "implementation in transformers", OURS
+    )
     gradient_checkpointing: bool = setting(False, "recompute activations instead of storing them", OURS)
 
 
