@@ -64,7 +64,8 @@ def test_a_curve_has_a_run_per_size_and_predicts_more(recipe, tmp_path, capsys):
 
 
 def test_check_says_what_would_run_and_writes_nothing(recipe, tmp_path, capsys):
-    assert main(["train", "--config", str(recipe), "--check"]) == 0
+    cache = f"data.cache_hidden={tmp_path / 'states'}"
+    assert main(["train", "--config", str(recipe), "--check", "--set", cache]) == 0
     shown = capsys.readouterr().out
     assert "18 records in 9 rows" in shown
     assert "4 held out" in shown
@@ -74,7 +75,10 @@ def test_check_says_what_would_run_and_writes_nothing(recipe, tmp_path, capsys):
     assert re.search(r"\n  optimiser +\S+ KiB\n", shown)
     assert re.search(r"\ntime: about \d+ s on an idle machine \(from a micro-batch measured here", shown)
     assert "vLLM 0.28 to 0.32: yes, medusa export --format vllm\n" in shown
+    # 9 rows of 48 positions of 16 floats.
+    assert re.search(r"hidden states: 27\.0 KiB in \S+states, made in the first epoch in about \d+ s", shown)
     assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "states").exists()
 
 
 def test_the_share_that_a_trimmed_vocabulary_covers_is_that_of_held_out_data(recipe, tmp_path, capsys):

@@ -165,7 +165,10 @@ def _check(config: Config, resume: bool) -> int:
     for stage in stages(config, len(rows.train)):
         print(f"{stage.steps} steps of {config.optimisation.batch_size} rows: {stage.name}")
     print(*estimate.describe_memory(config, shapes, processes.device), sep="\n")
-    print(estimate.describe_time(config, rows, estimate.pace(config, shapes, rows, tokenizer, processes)))
+    pace = estimate.pace(config, shapes, rows, tokenizer, processes)
+    print(estimate.describe_time(config, rows, pace))
+    if config.data.cache_hidden is not None:
+        print(estimate.describe_states(config, shapes, rows, pace))
     print(*estimate.describe_readers(config, shapes), sep="\n")
     for warning in config.warnings(gpu=processes.device.type == "cuda"):
         print(warning)

@@ -345,6 +345,16 @@ def describe_time(config: Config, rows: Rows, pace: Pace) -> str:
     )
 
 
+def describe_states(config: Config, shapes: Shapes, rows: Rows, pace: Pace) -> str:
+    """Return the size of the states that `data.cache_hidden` keeps, and the time of making them, as a line of text."""
+    count, micro = len(rows.train), config.optimisation.micro_batch_size
+    each = config.data.length * shapes.hidden * DTYPES.get(config.model.dtype, torch.bfloat16).itemsize
+    return (
+        f"hidden states: {size(count * each)} in {config.data.cache_hidden}, made in the first epoch in about "
+        f"{duration(count / micro * pace.backbone)} of it (divided by the number of processes)"
+    )
+
+
 def describe_readers(config: Config, shapes: Shapes) -> list[str]:
     """Return which programs will read the trained heads, a line each."""
     heads = meta_heads(config, shapes.hidden, shapes.vocabulary)
