@@ -90,7 +90,7 @@ def test_quantised_weights_and_8_bit_moments_take_less():
 )
 def test_operations_are_those_that_torch_counts(tmp_path, kind, targets):
     config, rows, trainer = loaded(tmp_path, heads={"num_heads": 3, **kind}, loss={"targets": targets})
-    batch = trainer._batch([0, 1], {number: rows.train[number] for number in (0, 1)})
+    batch = trainer._complete([0, 1], trainer._on_host([0, 1], rows.train))
     positions = batch["input_ids"].numel()
     # All heads project the positions that have a target for some head.
     labels, segments = batch["labels"].flatten(), number_segments(batch["position_ids"])

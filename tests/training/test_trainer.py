@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
 from collections import Counter
 from pathlib import Path
 
@@ -467,22 +468,55 @@ def test_a_checkpoint_of_an_earlier_version_resumes(shop, tmp_path, finished):
     assert all(torch.allclose(one, expected[name], atol=1e-6) for name, one in heads_tensors(folder).items())
 
 
-def test_a_loss_that_is_not_finite_stops_with_the_last_good_checkpoint_named(shop, tmp_path, finished, monkeypatch):
-    config = workshop.config(tmp_path / "run", *shop)
+@pytest.mark.parametrize("log_steps", [1, 100], ids=["logged", "before a checkpoint"])
+def test_a_loss_that_is_not_finite_stops_with_the_last_good_checkpoint_named(
+    shop, tmp_path, finished, monkeypatch, log_steps
+):
+    held_out = {"evaluate_steps": 1000, "log_steps": log_steps}
+    config = workshop.config(tmp_path / "run", *shop, output=held_out if log_steps > 1 else {})
     measure = trainer.Trainer._micro_batches
 
     def broken(self, numbers):
-        if self.at.step == 3:
+        if self.at.step == 2 and threading.current_thread() is threading.main_thread():
             with torch.no_grad():
                 self.heads.b1.fill_(float("nan"))
         return measure(self, numbers)
 
     monkeypatch.setattr(trainer.Trainer, "_micro_batches", broken)
-    with pytest.raises(FloatingPointError, match=r"at step 4 of stage heads; the last good .*step-000002"):
+    with pytest.raises(FloatingPointError, match=r"at step 3 of stage heads; the last good .*step-000002"):
         train(config)
     monkeypatch.undo()
     train(config, resume=True)
-    assert curve(tmp_path / "run") == curve(finished("medusa-1").folder)
+    whole = finished("medusa-1").folder
+    expected = heads_tensors(whole)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in heads_tensors(tmp_path / "run").items())
+    if log_steps == 1:
+        assert curve(tmp_path / "run") == curve(whole)
+
+
+def test_a_step_that_is_not_logged_reads_no_number_back(shop, tmp_path, monkeypatch):
+    read, config = [], workshop.config(tmp_path / "run", *shop, output={"log_steps": 100, "evaluate_steps": 1000})
+    for name in ("item", "tolist", "__float__", "__bool__", "__int__"):
+        before = getattr(torch.Tensor, name)
+
+        def noted(tensor, *, before=before):
+            if tensor.is_floating_point():
+                read.append(tensor)
+            return before(tensor)
+
+        monkeypatch.setattr(torch.Tensor, name, noted)
+    counts, step = [], trainer.Trainer._step
+
+    def counted(self, stage, logged):
+        read.clear()
+        line = step(self, stage, logged)
+        counts.append((logged, len(read)))
+        return line
+
+    monkeypatch.setattr(trainer.Trainer, "_step", counted)
+    train(config)
+    assert {number for logged, number in counts if not logged} == {0}
+    assert min(number for logged, number in counts if logged) > 0
 
 
 def test_a_full_disk_names_the_last_good_checkpoint_and_leaves_it(shop, tmp_path, monkeypatch):

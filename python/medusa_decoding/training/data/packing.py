@@ -21,6 +21,8 @@ from medusa_decoding.training.data.encoding import Example
 from medusa_decoding.training.data.records import Report
 from medusa_decoding.training.data.targets import IGNORE
 
+OF_LOSSES = ("labels", "segments", "tokens")
+"""What a batch has for the losses alone: they find their targets on the CPU, so that no step waits for a GPU."""
 OVERLONG = ("truncate", "drop", "split")
 
 
@@ -139,5 +141,5 @@ def collate(rows: Sequence[dict[str, Tensor]], attention: str = "sdpa") -> dict[
 
 
 def model_inputs(batch: dict[str, Any]) -> dict[str, Any]:
-    """Return the model's part of a batch: all but the labels, and no cache, with which conversations would mix."""
-    return {name: value for name, value in batch.items() if name != "labels"} | {"use_cache": False}
+    """Return the model's part of a batch, and no cache, with which conversations would mix."""
+    return {name: value for name, value in batch.items() if name not in OF_LOSSES} | {"use_cache": False}

@@ -39,6 +39,13 @@ class Targets:
         return (self.index != IGNORE).sum(1)
 
 
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device; neither the CPU nor a GPU waits for the copy."""
+    if device.type != "cuda" or tensor.device == device:
+        return tensor.to(device)
+    return (tensor if tensor.is_pinned() else tensor.pin_memory()).to(device, non_blocking=True)
+
+
 def number_segments(position_ids: Tensor) -> Tensor:
     """Number the conversations of a packed batch: int64 [B, T] positions that restart at 0 -> int64 [B * T].
 
@@ -108,7 +115,8 @@ def head_targets(
     Raises:
         ValueError: as `shifted_labels`; tokens of another shape or dtype, or outside the vocabulary.
     """
-    found = draft_labels(labels, heads.num_heads, segments=segments, token_map=heads.token_map)
+    token_map = None if heads.token_map is None else heads.token_map.to(labels.device)
+    found = draft_labels(labels, heads.num_heads, segments=segments, token_map=token_map)
     parents = None
     if tokens is not None:
         check_vector("tokens", tokens, len(labels))

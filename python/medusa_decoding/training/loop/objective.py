@@ -57,7 +57,8 @@ class Objective(nn.Module):
         """Return the loss and the counts that it is made of.
 
         Args:
-            batch: as `packing.collate` makes it, on the model's device; with `HIDDEN`, the model is not run.
+            batch: as `packing.collate` makes it, on the model's device; with `HIDDEN`, the model is not run. What
+                `packing.OF_LOSSES` names can be on the CPU: then nothing is read back from the device.
             normalisers: `count_targets` of the whole step; None to measure, under `torch.no_grad()`: then the model's
                 own loss is counted too.
             lambda_0: weight of the heads' loss next to the model's own.
@@ -76,12 +77,12 @@ class Objective(nn.Module):
             with torch.set_grad_enabled(torch.is_grad_enabled() and joint):
                 hidden = backbone.hidden(batch)
         hidden, labels = hidden.flatten(0, 1), batch["labels"].flatten()
-        segments = number_segments(batch["position_ids"])
+        segments = batch["segments"] if "segments" in batch else number_segments(batch["position_ids"])
         of_heads = medusa_loss(
             hidden,
             heads,
             labels,
-            tokens=batch["input_ids"].flatten() if heads.parent_rank or heads.root_rank else None,
+            tokens=batch.get("tokens", batch["input_ids"]).flatten() if heads.parent_rank or heads.root_rank else None,
             embed_tokens=backbone.causal.get_input_embeddings() if heads.root_rank else None,
             segments=segments,
             lm_head=backbone.to_logits() if heads.shared_projection else None,

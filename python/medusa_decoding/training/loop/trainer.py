@@ -24,9 +24,10 @@ from medusa_decoding.files import append_line
 from medusa_decoding.heads import MedusaHeads, Storage
 from medusa_decoding.provenance import fingerprint as weights_fingerprint
 from medusa_decoding.training.config import Config
-from medusa_decoding.training.data.packing import PackedDataset, collate
-from medusa_decoding.training.data.targets import IGNORE
+from medusa_decoding.training.data.packing import OF_LOSSES, PackedDataset, collate
+from medusa_decoding.training.data.targets import IGNORE, number_segments, send
 from medusa_decoding.training.loop.accuracy import HeadAccuracy, Measured
+from medusa_decoding.training.loop.ahead import Ahead
 from medusa_decoding.training.loop.backbone import DTYPES, TrainingBackbone
 from medusa_decoding.training.loop.heads import fake_quant
 from medusa_decoding.training.loop.log import LOG, Watcher, cut_log
@@ -135,8 +136,10 @@ class Trainer:
                     self._log(line | {"seconds": round(self.at.seconds, 2)})
                 evaluated = self.at.step % (output.evaluate_steps or self._steps_per_epoch) == 0 or last
                 if self.held_out is not None and evaluated:
+                    self._check_finite(stage)
                     self._evaluate(stage, self.held_out)
                 if self.at.done % output.checkpoint_steps == 0 or last or self.stopped:
+                    self._check_finite(stage)
                     self.save()
         if self.best is None:
             return self.measured
@@ -178,6 +181,8 @@ class Trainer:
         self.optimiser = make_optimiser(groups, self.config)
         schedule = self.config.optimisation.schedule
         self.schedule = learning_rates(self.optimiser, stage.warmup_steps, stage.steps, schedule)
+        self._latest = torch.zeros(3, dtype=torch.float64, device=self.processes.device)  # step, loss, gradient norm
+        self._ahead: Ahead[tuple[int, int], tuple[dict[str, Any], Tensor | None]] = Ahead()
         self.clipped = [weight for group in groups for weight in group["params"]]
 
     @property
@@ -203,40 +208,48 @@ class Trainer:
     # -- a step ----------------------------------------------------------------------------------------------------
 
     def _step(self, stage: Stage, logged: bool = True) -> dict[str, Any]:
-        """Make a step; return its line of the log, with accuracies if it is `logged` (they cost time)."""
+        """Make a step; return its line of the log if it is `logged`: accuracies cost time, and a GPU is waited for."""
         config, processes = self.config, self.processes
         # Dropout depends on the seed, the step and the process alone, so a resumed run draws the same.
         torch.manual_seed((config.optimisation.seed * 7919 + self.at.done) * 104729 + processes.rank)
         numbers = self._rows_of_step(self.at.step)
-        # Every process reads all rows, to count the targets of the whole step; only its own rows go to the device.
-        rows = {number: self.rows[number] for number in numbers}
         parts = self._micro_batches(numbers)
-        counts = count_targets(collate(list(rows.values())), self.heads.num_heads, self._token_map)
-        normalisers = counts.to(processes.device)
         weight = config.loss.lambda_0
         if weight is not None and stage.trains_backbone:
             weight = lambda_0(self.at.step, stage.steps, weight, config.loss.lambda_0_schedule)
         self.objective.train()
         sums: dict[str, Tensor] = {}
+        normalisers = torch.empty(0)
         for place, part in enumerate(parts):
-            # Reading and sending overlap with the GPU's work on the previous micro-batch.
-            batch = self._batch(part, rows)
             more = place + 1 < len(parts)
+            following = (self.at.step, place + 1) if more else (self.at.step + 1, 0)
+            is_there = following[0] < stage.steps
+            # Read while the previous micro-batch was computed.
+            batch, counts = self._ahead.get(self._read, (self.at.step, place), following if is_there else None)
+            if counts is not None:
+                normalisers = send(counts, processes.device)
+            batch = self._complete(part, batch)
             with processes.gradients_kept(self.wrapped, more), self._precision():
                 found = self.wrapped(batch, normalisers, 1.0 if weight is None else weight, int(logged))
                 # The wrapper averages gradients over the processes; the step's gradient is their sum.
                 (found["loss"] * processes.size).backward()
             _accumulate(sums, found)
         sums = self._over_processes(sums)
-        self._check_finite(sums["loss"], stage)
         limit = config.optimisation.max_gradient_norm
         norm = whole(nn.utils.clip_grad_norm_(self.clipped, math.inf if limit is None else limit)).detach()
-        self._check_finite(norm, stage, "gradient norm")
+        step = torch.full_like(sums["loss"], self.at.step + 1)
+        latest = torch.stack([step, sums["loss"], norm.to(step)])
+        # Weights may be lost from the first step that is not finite: it is kept, and read before anything is saved.
+        self._latest = latest.where(self._latest.isfinite().all(), self._latest)
+        if logged:
+            self._check_finite(stage)
         rates = {group["name"].partition(",")[0]: group["lr"] for group in self.optimiser.param_groups}
         self.optimiser.step()
         self.schedule.step()
         self.optimiser.zero_grad(set_to_none=True)
-        self.at.tokens += sum(row["input_ids"].numel() for row in rows.values())
+        self.at.tokens += len(numbers) * config.data.length
+        if not logged:
+            return {}
         line = {"stage": stage.name, "step": self.at.done + 1, "of": self.steps, "loss": float(sums["loss"])}
         line |= _means(sums)
         if weight is not None and stage.trains_backbone:
@@ -253,11 +266,12 @@ class Trainer:
             self.at.stage = len(self.stages) - 1
             self._begin_stage(self.stages[-1])
         numbers = self._rows_of_step(0)[: self.config.optimisation.micro_batch_size]
-        rows = {number: self.rows[number] for number in numbers}
-        counts = count_targets(collate(list(rows.values())), self.heads.num_heads, self._token_map)
+        counts = count_targets(
+            collate([self.rows[number] for number in numbers]), self.heads.num_heads, self._token_map
+        )
         self.objective.train()
         start = now()
-        batch = self._batch(numbers, rows)
+        batch = _moved(self._on_host(numbers, self.rows), self.processes.device)
         with torch.no_grad(), self._precision():
             self.backbone.hidden(batch)
         middle = now()
@@ -284,34 +298,49 @@ class Trainer:
         mine = numbers[self.processes.rank :: size]
         return [mine[place * micro : (place + 1) * micro] for place in range(count)]
 
-    def _batch(self, numbers: list[int], rows: Mapping[int, dict[str, Tensor]] | PackedDataset) -> dict[str, Any]:
-        """Return rows on the device; if there are none, one row without labels, which keeps processes in sync."""
-        trained = not isinstance(rows, PackedDataset)
+    def _read(self, key: tuple[int, int]) -> tuple[dict[str, Any], Tensor | None]:
+        """Read a step's micro-batch on the CPU, and count the targets of the whole step with its first one."""
+        step, place = key
+        numbers = self._rows_of_step(step)
+        counts = None
+        if place == 0:  # every process reads all rows for it
+            every = collate([self.rows[number] for number in numbers])
+            counts = count_targets(every, self.heads.num_heads, self._token_map)
+        mine = self._micro_batches(numbers)[place]
+        batch = self._on_host(mine, self.rows)
+        states = self.states.get(mine, self.processes.device.type == "cuda") if self.states and mine else None
+        return (batch if states is None else batch | {HIDDEN: states}), counts
+
+    def _on_host(self, numbers: list[int], rows: PackedDataset) -> dict[str, Any]:
+        """Return rows on the CPU; if there are none, one row without labels, which keeps processes in sync."""
         chosen = [rows[number] for number in numbers]
         if not chosen:
-            row = self.rows[0] if trained else rows[0]
-            chosen = [row | {"labels": torch.full_like(row["labels"], IGNORE)}]
+            chosen = [rows[0] | {"labels": torch.full_like(rows[0]["labels"], IGNORE)}]
         batch = collate(chosen, self.config.model.attention)
-        states = None
-        if self.states is not None and trained and numbers:
-            pinned = self.processes.device.type == "cuda"
-            states = self.states.get(numbers, pinned)
-            if states is None:
-                moved = _moved(batch, self.processes.device)
-                with torch.no_grad(), self._precision():
-                    states = self.backbone.hidden(moved)
-                self.states.put(numbers, states)
-                states = self.states.get(numbers, pinned)  # in the type that later epochs read
-        if states is not None:
-            batch[HIDDEN] = states
-        return _moved(batch, self.processes.device)
+        return batch | {"segments": number_segments(batch["position_ids"]), "tokens": batch["input_ids"]}
 
-    def _check_finite(self, value: Tensor, stage: Stage, name: str = "loss") -> None:
-        if not bool(torch.isfinite(value)):
-            raise FloatingPointError(
-                f"{name}: expected a finite number, got {float(value)} at step {self.at.step + 1} of stage "
-                f"{stage.name}; {self._last_good()}"
-            )
+    def _complete(self, numbers: list[int], batch: dict[str, Any]) -> dict[str, Any]:
+        """Return a batch on the device, with the states of its rows if they are kept."""
+        moved = _moved(batch, self.processes.device)
+        if self.states is not None and numbers and HIDDEN not in batch:
+            states = self.states.get(numbers)  # made since the batch was read?
+            if states is None:
+                with torch.no_grad(), self._precision():
+                    self.states.put(numbers, self.backbone.hidden(moved))
+                states = self.states.get(numbers)  # in the type that later epochs read
+            if states is not None:
+                moved[HIDDEN] = states.to(self.processes.device)
+        return moved
+
+    def _check_finite(self, stage: Stage) -> None:
+        """Raise for the first step whose loss or gradient was not finite; waits for the device."""
+        step, *values = self._latest.tolist()
+        for name, value in zip(("loss", "gradient norm"), values, strict=True):
+            if not math.isfinite(value):
+                raise FloatingPointError(
+                    f"{name}: expected a finite number, got {value} at step {step:.0f} of stage {stage.name}; "
+                    f"{self._last_good()}"
+                )
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
         """Multiply in bfloat16 if the model is of that type; trained weights stay in float32."""
@@ -332,7 +361,8 @@ class Trainer:
         self.objective.eval()
         with torch.no_grad(), self._precision():
             for numbers in self._micro_batches(list(range(len(rows)))):
-                _accumulate(sums, self.objective(self._batch(numbers, rows), top=TOP))
+                batch = _moved(self._on_host(numbers, rows), self.processes.device)
+                _accumulate(sums, self.objective(batch, top=TOP))
         if isinstance(self.objective, FSDPModule):  # no backward pass divides the gathered weights again
             self.objective.reshard()
         sums = self._over_processes(sums)
@@ -471,8 +501,7 @@ def _means(sums: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _moved(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    # Copies from pinned memory overlap with the host's work; other copies are finished when `to` returns.
     return {
-        name: value.to(device, non_blocking=value.is_pinned()) if isinstance(value, Tensor) else value
+        name: send(value, device) if isinstance(value, Tensor) and name not in OF_LOSSES else value
         for name, value in batch.items()
     }

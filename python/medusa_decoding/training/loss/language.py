@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from medusa_decoding.training.data.targets import IGNORE, check_range, check_vector, shifted_labels
+from medusa_decoding.training.data.targets import IGNORE, check_range, check_vector, send, shifted_labels
 from medusa_decoding.training.loss.chunked import CrossEntropy, Loss, chunked_loss
 from medusa_decoding.training.loss.projections import Projection, lm_head_projection, sum_type
 
@@ -40,7 +40,9 @@ def language_loss(
         ValueError: shapes or dtypes that do not fit, or a label that is neither IGNORE nor in the vocabulary.
     """
     projection = lm_head_projection(lm_head, hidden, trains=True)
-    positions, targets = next_tokens(labels, len(hidden), projection.size, segments)
+    positions, targets = (
+        send(tensor, hidden.device) for tensor in next_tokens(labels, len(hidden), projection.size, segments)
+    )
     criterion = CrossEntropy(targets, top, sum_type(hidden.dtype))
     states, counts = hidden.index_select(0, positions)[None], (targets != IGNORE).sum(1)
     return chunked_loss(projection, criterion, states, counts, normaliser=normaliser, chunk=chunk)
@@ -90,7 +92,9 @@ def distillation_loss(
     teacher = lm_head_projection(teacher_lm_head, teacher_hidden, trains=False, name="teacher_lm_head")
     if student.size != teacher.size:
         raise ValueError(f"teacher_lm_head: expected a vocabulary of {student.size}, got {teacher.size}")
-    positions, targets = next_tokens(labels, len(hidden), student.size, segments)
+    positions, targets = (
+        send(tensor, hidden.device) for tensor in next_tokens(labels, len(hidden), student.size, segments)
+    )
     criterion = Divergence(teacher, teacher_hidden, positions[None], sum_type(hidden.dtype))
     states, counts = hidden.index_select(0, positions)[None], (targets != IGNORE).sum(1)
     return chunked_loss(student, criterion, states, counts, normaliser=normaliser, chunk=chunk)
@@ -127,13 +131,13 @@ class Divergence:
         teacher = self._teacher.logits(head, rows, self._states[places.clamp(min=0)], wants_gradient=False)
         if self._hard is not None:
             self._hard(head, rows, logits, False)
-        teacher.sub_(teacher.logsumexp(1, keepdim=True))
-        logits.sub_(logits.logsumexp(1, keepdim=True))
-        p = teacher.exp()
+        p, q = teacher.softmax(1), logits.softmax(1)
+        torch.log_softmax(teacher, 1, out=teacher)
+        torch.log_softmax(logits, 1, out=logits)
         # A token that the teacher rules out (probability 0, logarithm -inf) adds nothing.
         losses = teacher.sub_(logits).masked_fill_(p == 0, 0.0).mul_(p).sum(1)
         if wants_gradient:
-            logits.exp_().sub_(p).masked_fill_((places == IGNORE)[:, None], 0.0)
+            torch.sub(q, p, out=logits).masked_fill_((places == IGNORE)[:, None], 0.0)
         loss = losses.masked_fill(places == IGNORE, 0.0).sum()
         self.sums[head] += loss
         return loss

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa_decoding.heads import MedusaHeads
-from medusa_decoding.training.data.targets import IGNORE, check_range, check_vector, head_targets
+from medusa_decoding.training.data.targets import IGNORE, check_range, check_vector, head_targets, send
 from medusa_decoding.training.loss.chunked import TOP, Criterion, CrossEntropy, Loss, chunked_loss
 from medusa_decoding.training.loss.language import Divergence
 from medusa_decoding.training.loss.projections import (
@@ -57,7 +57,8 @@ def medusa_loss(
     """Medusa-1's loss: the sum over heads of lambda_k times the mean cross-entropy of head k (equation 1).
 
     Heads learn from positions whose next token is labelled too (`draft_labels`): it is the root that they draft after.
-    Computes only the positions that have a target for some head, and reads their number back from the device.
+    Computes only the positions that have a target for some head. Labels, tokens and segments can be on the CPU, so
+    that nothing is read back from the device.
 
     Args:
         hidden: [T, H] states after the model's final norm; any floating type (cast to that of the heads).
@@ -114,11 +115,14 @@ def medusa_loss(
     targets = head_targets(labels, heads, segments, tokens)
 
     positions = (targets.index != IGNORE).any(0).nonzero().squeeze(1)
+    index = send(targets.index.index_select(1, positions), hidden.device)
+    parents = None if targets.parents is None else send(targets.parents.index_select(1, positions), hidden.device)
+    positions = send(positions, hidden.device)
     hidden = hidden if through_backbone else hidden.detach()
     root = None
-    if embed_tokens is not None and targets.parents is not None:
+    if embed_tokens is not None and parents is not None:
         with torch.no_grad():
-            root = embed_tokens(targets.parents[0, positions])  # the parent of head 0's target
+            root = embed_tokens(parents[0])  # the parent of head 0's target
     states = heads.residual(hidden.index_select(0, positions).to(heads.w1.dtype), root).transpose(0, 1)
     projection: Projection
     if heads.w2 is not None:
@@ -126,9 +130,8 @@ def medusa_loss(
     else:
         assert lm_head is not None
         projection = lm_head_projection(lm_head, states, trains=through_backbone, heads=heads)
-    if heads.parent_rank and targets.parents is not None:
-        projection = Parents(projection, heads, targets.parents.index_select(1, positions))
-    index = targets.index.index_select(1, positions)
+    if heads.parent_rank and parents is not None:
+        projection = Parents(projection, heads, parents)
     hard = CrossEntropy(index, min(top, heads.num_candidates), sum_type(states.dtype))
     criterion: Criterion = hard
     if teacher_lm_head is not None:
@@ -145,8 +148,8 @@ def medusa_loss(
         projection,
         criterion,
         states,
-        targets.counts,
-        outside=targets.outside,
+        send(targets.counts, hidden.device),
+        outside=send(targets.outside, hidden.device),
         weights=head_weights(heads.num_heads) if weights is None else weights,
         normaliser=normaliser,
         chunk=chunk,
