@@ -78,7 +78,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, action="append", help="of these models only")
     parser.add_argument("--ways", choices=WAYS, action="append", help="the backbone's states in these ways only")
-    parser.add_argument("--repeats", type=int, default=7, help="timed pairs of steps")
+    parser.add_argument("--repeats", type=int, default=5, help="timed pairs of steps")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the model and of products")
     parser.add_argument("--record", action="store_true", help="append the figures to this machine's file")
     parser.add_argument("--threads", type=int, default=1, help="of PyTorch on a CPU")
