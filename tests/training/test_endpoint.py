@@ -229,6 +229,6 @@ def test_answers_that_a_server_ended_otherwise_are_left_out(served, connect, tmp
 
 @pytest.mark.parametrize("url", ["http://a:b@host/v1", "host:8000/v1", "ftp://host/v1", "http://host/v1?key=1", ""])
 def test_urls_that_are_none_or_hold_secrets_are_refused(served, url):
-    with pytest.raises(ValueError, match=r"generation.endpoint: expected a URL such as") as refused:
+    with pytest.raises(ValueError, match=r"generation.endpoint: expected URLs such as") as refused:
         Endpoint.connect(config(served, endpoint=url))
     assert "a:b" not in str(refused.value)

@@ -248,9 +248,8 @@ class Distillation:
     def answers(self, states: bool = False) -> Answers:
         """Return what runs the answers, a context manager."""
         if isinstance(self._model, Endpoint):
-            return ServedAnswers(
-                self._model, self._settings.batch_size, self._encoder, self._ends, self._config
-            )  # fmt: skip
+            how = self._encoder, self._ends, self._config
+            return ServedAnswers(self._model, self._settings.batch_size, *how)
         drawn = _sampling(self._settings, self._config)
         return Answers(self._model, self._settings.batch_size, self._limit, states, ends=self._ends, **drawn)
 
@@ -318,32 +317,24 @@ def _settings(
     model: MedusaModel | Endpoint, encoder: ChatEncoder, settings: GenerationConfig, limit: int, config: Any
 ) -> dict[str, Any]:
     """Return everything that decides what is written, as JSON."""
-    told, unsaid = dataclasses.asdict(settings).items(), ["heads", "quantized", "endpoint", "endpoint_model"]
-    if isinstance(model, Endpoint):
-        unsaid.append("batch_size")
+    told, unsaid = dataclasses.asdict(settings).items(), {"heads", "quantized", "endpoint", "endpoint_model"}
+    unsaid |= {"batch_size"} if isinstance(model, Endpoint) else set()
     given = {f"generation.{name}": value for name, value in told if name not in unsaid}
     stated = {
         name: value
         for name, value in config.to_diff_dict().items()
         if not name.startswith("_") and name != "transformers_version"
     }
-    return given | {
-        **({"model": {"served": model.model}} if isinstance(model, Endpoint) else _identity(model)),
-        "tokenizer": encoder.fingerprint,
-        "length": limit,
-        "decoding": stated,
-        **encoder.settings,
-    }
-
-
-def _identity(model: MedusaModel) -> dict[str, Any]:
-    """Return what tells models, their heads and trees apart."""
     tree: Any = model.tree
     if isinstance(tree, Tree):
         # Static trees without a copied branch are identified by their choices alone, as in older files.
         tree = (tree.choices, tree.lookup, tree.keep) if tree.lookup or tree.keep else tree.choices
-    return {
-        "model": fingerprint(model.backbone.causal_lm),
+    return given | {
+        "model": {"served": model.model} if isinstance(model, Endpoint) else fingerprint(model.backbone.causal_lm),
         "heads": None if model.heads is None else fingerprint(model.heads),
         "tree": hashlib.blake2b(repr(tree).encode(), digest_size=8).hexdigest(),
+        "tokenizer": encoder.fingerprint,
+        "length": limit,
+        "decoding": stated,
+        **encoder.settings,
     }

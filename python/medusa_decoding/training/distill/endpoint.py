@@ -64,6 +64,7 @@ class Endpoint:
         model: the model's name there. It stands for the weights, which are not seen here.
         vocab_size, context_limit: of the model; the context is the servers', if they state one.
         generation_config: of the model, read from its own files.
+        heads, tree: None, whatever the servers draft with: it decides no token.
     """
 
     urls: tuple[str, ...]
@@ -71,6 +72,8 @@ class Endpoint:
     vocab_size: int
     context_limit: int
     generation_config: Any
+    heads: None = None
+    tree: None = None
 
     @classmethod
     def connect(cls, config: Config) -> Endpoint:
@@ -81,8 +84,9 @@ class Endpoint:
             ModuleNotFoundError: httpx is missing.
         """
         given, model = config.generation.endpoint, config.generation.endpoint_model
-        urls = tuple(_base_url(url) for url in ([given] if isinstance(given, str) else given or ()))
-        contexts = []
+        urls, contexts = tuple(url.rstrip("/") for url in ([given] if isinstance(given, str) else given or ())), []
+        if not urls or not all(map(_URL.fullmatch, urls)):  # which may hold a password
+            raise ValueError(f"{NAME}: expected URLs such as http://host:8000/v1 (a key goes into {KEY}), got others")
         for url, status, content in asyncio.run(_get([f"{url}/models" for url in urls])):
             if status != 200 and model is None:
                 raise _refusal(url, status, content, "generation.endpoint_model names the model without it")
@@ -91,8 +95,7 @@ class Endpoint:
             if model not in (names := [one.id for one in served]):
                 raise ValueError(f"generation.endpoint_model: expected one of {shown(names)} ({url}), got {model}")
             contexts += [one.max_model_len for one in served if one.id == model and one.max_model_len]
-        if model is None:
-            raise ValueError(f"{NAME}: expected at least one URL, got none")
+        assert model is not None
         name, revision = config.model.name, config.model.revision
         sizes = pretrained.load_config(name, revision, argument="model.name")
         own = pretrained.read_generation_config(name, revision, argument="model.name")
@@ -102,14 +105,9 @@ class Endpoint:
 
 
 class ServedAnswers(Answers):
-    """Asks servers many prompts while `next` waits; a context manager, whose end drops what still runs.
+    """Asks servers many prompts, `slots` at once, while `next` waits; the end of its block drops what still runs.
 
-    Args:
-        endpoint: the servers.
-        slots: requests that run at once.
-        encoder: of the prompts.
-        ends: tokens that end an answer.
-        config: the generation config; requests state how it draws tokens.
+    `encoder` made the prompts, `ends` are the tokens that end an answer, and requests state how `config` draws tokens.
     """
 
     def __init__(
@@ -232,12 +230,6 @@ def _drawn(config: GenerationConfig) -> dict[str, Any]:
     else:
         fields["temperature"] = 0.0
     return {name: value for name, value in fields.items() if value is not None}
-
-
-def _base_url(url: str) -> str:
-    if not _URL.fullmatch(url):  # it may hold a password
-        raise ValueError(f"{NAME}: expected a URL such as http://host:8000/v1, and a key in {KEY} alone, got another")
-    return url.rstrip("/")
 
 
 def _client() -> Any:
