@@ -45,7 +45,7 @@ def config(variant: Variant, shared: Mapping[str, Any], folder: Path) -> Config:
     values = dict(shared)
     for name, section in (variant.sections or {}).items():
         values[name] = {**values.get(name, {}), **section} if isinstance(section, Mapping) else section
-    values["output"] = {"folder": str(folder), "tensorboard": False, "keep_checkpoints": 1}
+    values["output"] = {"folder": str(folder), "trackers": [], "keep_checkpoints": 1}
     return Config.of(values)
 
 

@@ -31,7 +31,7 @@ def place(chat, tmp_path):
         "model": {"name": str(chat.folder / "base"), "dtype": "float32", "quantization": "none"},
         "data": {"train": [{"path": str(seeds)}], "length": 200, "held_out_share": 0.2},
         "generation": {"max_new_tokens": 9, "temperature": 0.0, "turns": 2, "batch_size": 2},
-        "output": {"folder": str(tmp_path / "out"), "tensorboard": False},
+        "output": {"folder": str(tmp_path / "out"), "trackers": []},
     }
 
     def run(*argv, method="self-distillation", **changes):
@@ -251,7 +251,7 @@ def test_training_reads_the_states_of_the_answers_instead_of_running_the_model(p
     monkeypatch.setattr(TrainingBackbone, "hidden", lambda self, batch: ran.append(1) or hidden(self, batch))
     rates = {"optimizer": "adamw", "batch_size": 2, "epochs": 3, "learning_rate": 2e-3, "warmup_steps": 1}
     data = {"cache_hidden": str(tmp_path / "states"), "held_out_share": 0.0, "length": 200}
-    output = {"folder": str(tmp_path / "out"), "tensorboard": False, "log_steps": 1}
+    output = {"folder": str(tmp_path / "out"), "trackers": [], "log_steps": 1}
     sections = {"optimisation": rates, "heads": {"num_heads": 2}, "output": output}
     assert place.run("--json", method="medusa-1", data=data, **sections) == 0
     assert not ran

@@ -70,7 +70,7 @@ def commands(folder, seeds):
         "data": {"train": [{"path": str(seeds)}], "length": 64, "held_out_share": 0.3},
         "heads": {"num_heads": 2},
         "optimisation": {"optimizer": "adamw", "batch_size": 1, "micro_batch_size": 1, "max_steps": 1},
-        "output": {"folder": f"{out}/run", "tensorboard": False},
+        "output": {"folder": f"{out}/run", "trackers": []},
     }  # fmt: skip
     (folder / "run.yaml").write_text(yaml.safe_dump(config))
     return {

@@ -157,6 +157,8 @@ def test_a_first_config_overwrites_nothing(tmp_path, monkeypatch, capsys, argume
         (["--set", "heads.num_heads=47"], "heads.num_heads: expected at most 46 with data.length 48"),
         (["--set", "output.folder=FILE"], "output.folder: expected one that is there or can be made, got "),
         (["--set", "output.folder=OLD"], "output.folder: expected a new one, got "),
+        (["--set", "output.trackers=[wandb]"], "wandb: expected the library for output.trackers (pip install wandb"),
+        (["--set", "output.trackers=[paper]"], "output.trackers: expected some of aim, "),
         (["--set", "model.dtype=float16"], "model.dtype: expected one of bfloat16, float32 in training, got float16"),
     ],
 )

@@ -66,7 +66,7 @@ def config(folder, base, file, method="medusa-1", /, **sections):
             "optimizer": "adamw", "batch_size": 4, "micro_batch_size": 2, "warmup_steps": 1, "epochs": 2.0,
             "learning_rate": 2e-3,
         },
-        "output": {"folder": str(folder), "checkpoint_steps": 2, "log_steps": 1, "tensorboard": False},
+        "output": {"folder": str(folder), "checkpoint_steps": 2, "log_steps": 1, "trackers": []},
     }  # fmt: skip
     if method == "medusa-2":
         values["optimisation"]["heads_first_epochs"] = 1.0

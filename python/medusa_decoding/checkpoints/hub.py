@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.resources
 import re
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, ModelCard
-from huggingface_hub.errors import RepositoryNotFoundError
+from huggingface_hub.errors import LocalTokenNotFoundError, RepositoryNotFoundError
 
 from medusa_decoding.checkpoints.accuracies import MEASURED, read_accuracies
 from medusa_decoding.checkpoints.config_checks import check_revision
@@ -118,28 +120,61 @@ def push(folder: str | Path, repo_id: str, *, private: bool = False, token: str 
     check_repository("repo_id", repo_id)
     files = list(files_to_push(folder))
     api = HfApi(token=token)
-    try:
-        try:
-            found = api.model_info(repo_id)
-        except RepositoryNotFoundError:
-            found = None
-        if private and found is not None and not found.private:
-            raise ValueError(f"private: expected a private or new repository, got {repo_id}, which is public")
-        there = [] if found is None else [file.rfilename for file in found.siblings or []]
-        if models := [name for name in there if name.startswith(("model", "pytorch_model"))]:
-            raise ValueError(
-                f"repo_id: expected a repository of heads alone, or a new one, got {repo_id} with {models[0]}"
-            )
-        old = [name for name in there if name in _HEADS and name not in files]
+    with _as_upload(repo_id):
+        old = [name for name in _there(api, repo_id, private) if name in _HEADS and name not in files]
         api.create_repo(repo_id, private=private, exist_ok=True)
         # `upload_folder` makes several commits of a large folder.
         changes: list[Any] = [CommitOperationDelete(name) for name in old]
         changes += [CommitOperationAdd(name, Path(folder) / name) for name in files]
         done = api.create_commit(repo_id, changes, commit_message="Upload Medusa heads")
+    return str(done.commit_url)
+
+
+def check_push(repo_id: str, *, private: bool = False, token: str | None = None) -> None:
+    """Refuse an upload by `push` that is known to fail: asks the hub, changes nothing there.
+
+    A fine-grained token may still lack the right to write.
+
+    Raises:
+        ValueError: as `push`, without looking at a folder.
+        OSError: no token, one that only reads, or one of a user who is not the owner or in that organisation; the hub
+            cannot be reached.
+    """
+    check_repository("repo_id", repo_id)
+    api = HfApi(token=token)
+    with _as_upload(repo_id, "an upload would fail"):
+        user = api.whoami()
+        owners = [user["name"], *(organisation["name"] for organisation in user.get("orgs", []))]
+        if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
+            raise PermissionError("the token may only read; make one that writes, and log in with `hf auth login`")
+        if repo_id.partition("/")[0] not in owners:
+            raise PermissionError(f"the token writes to repositories of {', '.join(owners)}")
+        _there(api, repo_id, private)
+
+
+def _there(api: HfApi, repo_id: str, private: bool) -> list[str]:
+    """Return the files in a repository that heads may be written to; none if it is not there."""
+    try:
+        found = api.model_info(repo_id)
+    except RepositoryNotFoundError:
+        return []
+    if private and not found.private:
+        raise ValueError(f"private: expected a private or new repository, got {repo_id}, which is public")
+    there = [file.rfilename for file in found.siblings or []]
+    if models := [name for name in there if name.startswith(("model", "pytorch_model"))]:
+        raise ValueError(f"repo_id: expected a repository of heads alone, or a new one, got {repo_id} with {models[0]}")
+    return there
+
+
+@contextlib.contextmanager
+def _as_upload(repo_id: str, result: str = "the upload failed") -> Iterator[None]:
+    """Raise what goes wrong inside the block as an `OSError` that says what to do; a `ValueError` stays."""
+    try:
+        yield
     except ValueError:
         raise
     except Exception as error:  # of the hub's client, or of its HTTP library
         status = getattr(getattr(error, "response", None), "status_code", 0)
+        status = 401 if isinstance(error, LocalTokenNotFoundError) else status
         remedies = {401: "log in with `hf auth login`, or set HF_TOKEN", 403: "the token may not write there"}
-        raise OSError(f"{repo_id}: the upload failed: {remedies.get(status, error)}") from error
-    return str(done.commit_url)
+        raise OSError(f"{repo_id}: {result}: {remedies.get(status, error)}") from error

@@ -208,6 +208,9 @@ class ProgressBar:
             # Steps before the bar was there say nothing about the pace.
             self._bar = Progress(line["of"], "step", initial=line["step"])
         words = f"{line['stage']}, loss {line['loss']:.3f}, top-1 {_shares(line['head_top1'])}"
+        if "mfu" in line:
+            memory = line["peak_memory"] / 2**30
+            words += f", {line['tokens_per_second']:,.0f} tokens/s, {memory:.1f} GiB, MFU {line['mfu']:.0%}"
         self._bar.set_postfix_str(words, refresh=False)
         self._bar.update(line["step"] - self._bar.n)
         if line["step"] == line["of"]:

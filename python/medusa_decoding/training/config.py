@@ -209,12 +209,18 @@ class OutputConfig:
     keep_checkpoints: int = setting(2, "how many of the last checkpoints to keep", OURS, ge=1)
     log_steps: int = setting(10, "steps between log lines", OURS, ge=1)
     evaluate_steps: int | None = setting(None, "steps between evaluations; null: at the end of each epoch", OURS, ge=1)
-    tensorboard: bool = setting(True, "write TensorBoard event files", OURS)
+    trackers: tuple[str, ...] = setting(
+        ("tensorboard",), "of accelerate that get the log too: tensorboard, wandb, mlflow, ...; []: none", OURS
+    )
     merge: bool = setting(
         True,
         "write the model with the adapter merged in, not the adapter; never if weights are quantised or sharded",
         OURS,
     )
+    push_to_hub: str | None = setting(
+        None, "repository, OWNER/NAME, that the heads are uploaded to after the run, with their card", OURS, **WORDS
+    )
+    push_private: bool = setting(True, "create it as a private one, and upload to no public one", OURS)
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -299,6 +305,10 @@ class Config:
         if isinstance(values, Mapping):
             method, heads = values.get("method"), values.get("heads")
             preset = PRESETS.get(method, {}) if isinstance(method, str) else {}
+            output = values.get("output")
+            if isinstance(output, Mapping) and "tensorboard" in output:  # the only tracker of versions up to 0.3
+                output = {"trackers": ["tensorboard"] if output["tensorboard"] else [], **output}
+                values = {**values, "output": {name: output[name] for name in output.keys() - {"tensorboard"}}}
             if isinstance(heads, Mapping) and heads.get("initial") is not None:  # trained heads need no first stage
                 preset = preset | {"optimisation": preset.get("optimisation", {}) | {"heads_first_epochs": 0.0}}
             given = {name: values.get(name, {}) for name in preset}
@@ -386,6 +396,8 @@ class Config:
                 yield "data.cache_hidden", f"null with method {method} (hidden states change during training)"
             if rates.patience is not None:
                 yield "optimisation.patience", f"null with method {method} (only medusa-1 keeps its best heads)"
+            if self.output.push_to_hub is not None:
+                yield "output.push_to_hub", f"null with method {method} (heads need the trained model, which is local)"
         if method == "self-distillation" and not lora.enabled:
             yield "lora.enabled", f"true with method {method} (its teacher is the model without the adapter)"
         if heads.shared_projection and heads.storage != "float":

@@ -148,5 +148,6 @@ def describe(kind: Any, path: str = "") -> Iterator[tuple[str, str, str, str, st
         default = "required" if field.is_required() else repr(field.get_default(call_default_factory=True))
         source: Mapping[str, str] = field.json_schema_extra
         yield f"{path}{name}", kind.__annotations__[name], default, field.description, source["source"]
-        if typing.get_origin(field.annotation) is tuple:
-            yield from describe(typing.get_args(field.annotation)[0], f"{path}{name}[].")
+        for part in typing.get_args(field.annotation):
+            if dataclasses.is_dataclass(part):
+                yield from describe(part, f"{path}{name}[].")

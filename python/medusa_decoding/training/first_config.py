@@ -156,7 +156,7 @@ def first_config(model: str, data: str, device: torch.device, recipe: Recipe = "
     values.add("output.folder", str(folder))
     _cache(values, found, lengths)
     if importlib.util.find_spec("tensorboard") is None:
-        values.add("output.tensorboard", False, "it is not installed")
+        values.add("output.trackers", [], "tensorboard is not installed")
     title = f"Medusa heads for {Path(model).name} from {Path(data).name}, fitted to {device_name(device)}."
     return FirstConfig(_facts(model, values, found, lengths), values.ordered(), distills, title)
 

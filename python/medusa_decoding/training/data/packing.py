@@ -103,9 +103,14 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
         return [self._examples[place] for place in self.rows[number]]
 
     @property
+    def positions(self) -> int:
+        """Tokens of all rows, with padding."""
+        return len(self.rows) * self._length
+
+    @property
     def fill(self) -> float:
         """Share of the rows' tokens that belong to examples."""
-        return sum(len(example.ids) for example in self._examples) / (len(self.rows) * self._length)
+        return sum(len(example.ids) for example in self._examples) / self.positions
 
 
 def _fill_rows(lengths: Sequence[int], room: int) -> list[list[int]]:

@@ -68,7 +68,8 @@ def _config(config: Config, part: int) -> Config:
         return config
     name = f"curve-{part}"  # of a row's states there is one copy per size: smaller data is packed in other rows
     cache = None if config.data.cache_hidden is None else str(Path(config.data.cache_hidden) / name)
-    output = dataclasses.replace(config.output, folder=str(Path(config.output.folder) / name), keep_checkpoints=1)
+    folder = str(Path(config.output.folder) / name)
+    output = dataclasses.replace(config.output, folder=folder, keep_checkpoints=1, push_to_hub=None)
     return dataclasses.replace(config, data=dataclasses.replace(config.data, cache_hidden=cache), output=output)
 
 

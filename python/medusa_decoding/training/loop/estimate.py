@@ -23,6 +23,7 @@ from medusa_decoding.files.resumable import companion
 from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.training.config import Config
 from medusa_decoding.training.distill.record_file import STATES
+from medusa_decoding.training.loop import machines
 from medusa_decoding.training.loop.backbone import DTYPES, NAME, TrainingBackbone
 from medusa_decoding.training.loop.heads import make_heads, new_heads
 from medusa_decoding.training.loop.processes import Processes
@@ -176,7 +177,7 @@ def memory(config: Config, shapes: Shapes) -> dict[str, int]:
     }
 
 
-def operations(config: Config, shapes: Shapes) -> tuple[float, float]:
+def operations(config: Config, shapes: Shapes, trains_backbone: bool | None = None) -> tuple[float, float]:
     """Return the operations per position of the backbone's pass, and of heads and losses with their gradients.
 
     A multiply-add counts as two. Backbone: 2 Q + 2 layers * length * A (half of attention is masked). If it is trained
@@ -184,11 +185,13 @@ def operations(config: Config, shapes: Shapes) -> tuple[float, float]:
     each for the teacher of self-distillation and for gradient checkpointing. Heads: 3 * 2 K L H^2 for their blocks, (6
     K + 4) r H for a root input of rank r (its embedding has no gradient), and 2 K V' H for their logits, times 3 with
     own projections (gradients of states and weights), 2 with the shared one, and once more for the teacher's with soft
-    labels. Medusa-2 and self-distillation add 2 * 3 V H for the model's own logits.
+    labels. Medusa-2 and self-distillation add 2 * 3 V H for the model's own logits. `trains_backbone` says it for a
+    stage; None for the last one.
     """
+    trains_backbone = config.trains_backbone if trains_backbone is None else trains_backbone
     forward = 2.0 * shapes.linear + 2.0 * shapes.layers * config.data.length * shapes.attention
     passes = 1.0
-    if config.trains_backbone:
+    if trains_backbone:
         passes = 2.0 if config.lora.enabled else 3.0
         passes += config.model.gradient_checkpointing + (config.method == "self-distillation")
     heads, candidates = config.heads.num_heads, config.heads.token_map_size or shapes.vocabulary
@@ -196,7 +199,7 @@ def operations(config: Config, shapes: Shapes) -> tuple[float, float]:
     after += (6.0 * heads + 4.0) * config.heads.root_rank * shapes.hidden
     products = (2 if config.heads.shared_projection else 3) + (config.loss.targets != "hard")
     after += 2.0 * heads * candidates * shapes.hidden * products
-    if config.trains_backbone:
+    if trains_backbone:
         after += 6.0 * shapes.vocabulary * shapes.hidden
     return forward * passes, after
 
@@ -240,8 +243,7 @@ def pace(config: Config, shapes: Shapes, rows: Rows, tokenizer: Any, processes: 
 
     For one process: several divide the micro-batches among them.
     """
-    learnt = rows.frequencies.total() / (len(rows.train) * config.data.length)
-    found = pace_by_operations(config, shapes, processes.device, learnt)
+    found = pace_by_operations(config, shapes, processes.device, rows.learnt)
     used, free = sum(memory(config, shapes).values()), available(processes.device)
     fits = free is None or used < free
     if memory(config, shapes)["backbone"] <= SMALL and found.backbone + found.heads <= SLOW and fits:
@@ -254,10 +256,24 @@ def pace_by_operations(config: Config, shapes: Shapes, device: torch.device, lea
 
     `learnt` is the share of positions that heads learn from.
     """
-    share, rate = _core_share(device), REACHED * product_rate(device, DTYPES.get(config.model.dtype, torch.bfloat16))
+    share, rate = _core_share(device), product_rate(device, DTYPES.get(config.model.dtype, torch.bfloat16))
+    return dataclasses.replace(pace_at(rate, config, shapes, learnt), core_share=share())
+
+
+def pace_at(rate: float, config: Config, shapes: Shapes, learnt: float = 1.0) -> Pace:
+    """Return what the operations take at `REACHED` of a device's `rate` (operations per second)."""
     positions = config.optimisation.micro_batch_size * config.data.length
     backbone, heads = operations(config, shapes)
-    return Pace(positions * backbone / rate, positions * learnt * heads / rate, 0.0, "operations", share())
+    reached = REACHED * rate
+    return Pace(positions * backbone / reached, positions * learnt * heads / reached, 0.0, "operations")
+
+
+def peak(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the operations per second that a device can do: as published for a GPU, else of a product measured now."""
+    gpu = None
+    if device.type == "cuda" and dtype == torch.bfloat16:
+        gpu = machines.find(torch.cuda.get_device_name(device))
+    return product_rate(device, dtype) if gpu is None else gpu.rate
 
 
 def product_rate(device: torch.device, dtype: torch.dtype) -> float:

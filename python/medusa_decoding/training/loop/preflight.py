@@ -7,21 +7,21 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from medusa_decoding.checkpoints import pretrained
-from medusa_decoding.checks import import_library
+from medusa_decoding.checkpoints import hub, pretrained
 from medusa_decoding.files import only_writer
 from medusa_decoding.training import config_schema
 from medusa_decoding.training.config import Config
 from medusa_decoding.training.loop import card
 from medusa_decoding.training.loop.backbone import NAME, check_adaptable
 from medusa_decoding.training.loop.heads import given_heads
+from medusa_decoding.training.loop.log import check_trackers
 from medusa_decoding.training.loop.processes import Processes
 from medusa_decoding.training.loop.saving import STATE, Checkpoints, damaged, read_state
 
 _CHANGEABLE = [
     *("optimisation.sharding", "optimisation.micro_batch_size", "data.cache_hidden"),
-    *(f"output.{name}" for name in ("folder", "checkpoint_steps", "keep_checkpoints", "log_steps", "tensorboard")),
-    "output.merge",
+    *(f"output.{name}" for name in ("folder", "checkpoint_steps", "keep_checkpoints", "log_steps", "trackers")),
+    *("output.merge", "output.push_to_hub", "output.push_private"),
 ]
 """Settings that a resumed run can change, next to those of `medusa distill`."""
 
@@ -80,9 +80,22 @@ def check(config: Config, processes: Processes, resume: bool = False) -> Path | 
         ):
             if broken:
                 raise ValueError(f"{expected} with divided weights, got another")
-    if config.output.tensorboard and processes.main:
-        import_library("torch.utils.tensorboard", "output.tensorboard", ", or set it to false")
+    if processes.main:
+        check_trackers(config.output.trackers)
+        if config.output.push_to_hub is not None:
+            _check_push(config, config.output.push_to_hub)
     return start
+
+
+def _check_push(config: Config, repo_id: str) -> None:
+    hub.check_repository("output.push_to_hub", repo_id)
+    if Path(config.model.name).expanduser().exists():
+        raise ValueError(
+            "model.name: expected a model on the hub with output.push_to_hub (or leave that out, and name one with "
+            f"`medusa export --format hub --base-model`), got {config.model.name}"
+        )
+    hub.check_repository("model.name", config.model.name)
+    hub.check_push(repo_id, private=config.output.push_private)
 
 
 def _check_folder(folder: Path) -> None:

@@ -41,6 +41,11 @@ class Rows:
         examples = {"median_tokens": half, "p95_tokens": most, "most_tokens": longest}
         return sizes | examples | {"longer_than_a_row": sum(count > length for count in self.lengths)}
 
+    @property
+    def learnt(self) -> float:
+        """Share of the training rows' positions, with padding, whose token is learnt."""
+        return self.frequencies.total() / self.train.positions
+
 
 def load_rows(config: Config, tokenizer: Any, vocab_size: int | None = None, part: int = 1) -> Rows:
     """Read, encode, split and pack the data of a configuration.

@@ -1,13 +1,14 @@
 """A whole run from its configuration: checks, data, model, heads, training, results.
 
 The output folder gets `heads` (with their model card), `model` or `adapter` if the backbone was trained, the log,
-checkpoints and TensorBoard's files.
+checkpoints and the trackers' files.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,12 +16,13 @@ from pathlib import Path
 
 import torch
 
-from medusa_decoding.checkpoints import write_heads
+from medusa_decoding.checkpoints import export, hub, write_heads
 from medusa_decoding.checkpoints.pretrained import stated_sizes
 from medusa_decoding.files import read_json_object, whole_folder, write_json
 from medusa_decoding.files.resumable import companion
 from medusa_decoding.provenance import fingerprint as weights_fingerprint
 from medusa_decoding.provenance import versions
+from medusa_decoding.training import config_schema
 from medusa_decoding.training.config import Config
 from medusa_decoding.training.data.answer_states import AnswerStates
 from medusa_decoding.training.distill.record_file import STATES, asked_of, saved_states
@@ -28,7 +30,8 @@ from medusa_decoding.training.loop import card
 from medusa_decoding.training.loop.accuracy import HeadAccuracy, Measured
 from medusa_decoding.training.loop.backbone import DTYPES, TrainingBackbone, load_tokenizer
 from medusa_decoding.training.loop.heads import describe_map, make_heads, new_heads
-from medusa_decoding.training.loop.log import LOG, Watcher, read_log, tensorboard
+from medusa_decoding.training.loop.log import LOG, Watcher, read_log, tracked
+from medusa_decoding.training.loop.meter import Meter
 from medusa_decoding.training.loop.preflight import check, hold
 from medusa_decoding.training.loop.processes import Processes
 from medusa_decoding.training.loop.rows import Rows, load_rows
@@ -112,6 +115,8 @@ def _train(
     stages(config, len(rows.train))  # refuses a stage that is too short before anything is loaded
     for warning in config.warnings(gpu=processes.device.type == "cuda"):
         announce(warning)
+    if config.output.push_to_hub is not None:
+        announce(f"after the run, the heads are uploaded to {config.output.push_to_hub}")
     device = processes.device
     if processes.sharded:  # only the main process reads the weights, into the host's memory
         device = torch.device("cpu" if processes.main else "meta")
@@ -133,17 +138,47 @@ def _train(
     if start is not None:
         trainer.resume(start)
         announce(f"continues from {start}")
-    if config.output.tensorboard and processes.main:
-        trainer.watchers.append(tensorboard(folder, trainer.at.done))
+    trainer.meter = Meter(config, trainer.states, rows.learnt, processes)
     announce(f"{trainer.steps} steps: " + ", ".join(f"{stage.steps} {stage.name}" for stage in trainer.stages))
-    base, measured = write_results(trainer, rows, trainer.run())
+    names = config.output.trackers if processes.main else ()
+    values = {key: config_schema.value_text(value) for key, value in config_schema.flat(config).items()}
+    with tracked(names, folder, values, trainer.at.done) as trackers:
+        trainer.watchers += trackers
+        found = trainer.run()
+    base, measured = write_results(trainer, rows, found)
     if trainer.stopped:
         announce(f"ended after step {trainer.at.done}: the last {config.optimisation.patience} evaluations were worse")
     if trainer.best is not None:
         announce(f"the heads are those of step {trainer.best.step}, the best on held-out data")
     announce(f"heads in {folder / 'heads'}, their base model is {base}")
+    if processes.main:
+        _push(config, announce)
     step = trainer.at.done if trainer.best is None else trainer.best.step
     return Result(folder, folder / "heads", base, measured, trainer.at.done, trainer.at.seconds, step, rows.records[0])
+
+
+def _push(config: Config, announce: Announce) -> None:
+    """Upload the heads as the settings ask for, with the card for the hub.
+
+    Raises:
+        OSError: that failed; the message has the command that repeats it.
+    """
+    name, private, base = config.output.push_to_hub, config.output.push_private, config.model.name
+    if name is None:
+        return
+    folder = Path(config.output.folder)
+    try:
+        done = export(folder / "heads", folder / "hub", "hub", base_model=base, overwrite=True, repo_id=name)
+        url = hub.push(done.folder, name, private=private)
+    except (OSError, ValueError) as error:
+        words = ["medusa", "export", "--model", str(folder / "heads"), "--out", str(folder / "hub"), "--format", "hub"]
+        words += ["--base-model", base, "--overwrite", "--push", name, "--yes"]
+        words += ["--private"] if private else []
+        raise OSError(f"the heads are in {folder / 'heads'}, but not uploaded: {error}. {shlex.join(words)}") from error
+    kind = "private" if private else "public if it is new"
+    announce(f"uploaded {', '.join(hub.files_to_push(done.folder))} to {name} ({kind}): {url}")
+    for note in done.notes:
+        announce(note)
 
 
 def _states(config: Config, backbone: TrainingBackbone, rows: Rows, processes: Processes) -> StateCache | None:

@@ -39,7 +39,7 @@ def fingerprint(rows: PackedDataset, settings: Mapping[str, Any], labels: bool =
 class StateCache:
     """States [length, H] of rows in a folder, which is made if it is missing.
 
-    The key is a `fingerprint`, the shape (rows, length, H).
+    The key is a `fingerprint`, the shape (rows, length, H). `made` counts the rows that this process has put there.
 
     Raises:
         ValueError: a folder with the states of other rows or of another model, or with damaged files.
@@ -50,6 +50,7 @@ class StateCache:
         self, folder: Path, key: str, shape: tuple[int, int, int], dtype: torch.dtype, processes: Processes
     ) -> None:
         self._file = folder / STATES
+        self.made = 0
         facts = {"fingerprint": key, "shape": list(shape), "dtype": str(dtype).removeprefix("torch.")}
         count = math.prod(shape)
 
@@ -97,6 +98,7 @@ class StateCache:
         """Write the states of rows, unless they are not finite."""
         if not bool(torch.isfinite(states).all()):
             return
+        self.made += len(rows)
         numbers = torch.tensor(rows)
         self._states[numbers] = states.detach().to("cpu", self._states.dtype)
         self._there[numbers] = 1  # after the states: a kill between the two leaves a row that is computed again

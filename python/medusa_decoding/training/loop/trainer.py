@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -45,6 +45,9 @@ from medusa_decoding.training.loop.schedules import (
 )
 from medusa_decoding.training.loop.states import StateCache, fingerprint
 from medusa_decoding.training.loss.chunked import TOP
+
+if TYPE_CHECKING:
+    from medusa_decoding.training.loop.meter import Meter
 
 
 @dataclass
@@ -77,7 +80,8 @@ class Best:
 class Trainer:
     """Trains heads (in float32), and also the backbone's adapter or weights if the method says so.
 
-    Measures on the rows `held_out`, if any. The watchers receive each line of the log in the main process.
+    Measures on the rows `held_out`, if any. The watchers receive each line of the log in the main process. The meter
+    adds the speed to it.
     """
 
     config: Config
@@ -88,6 +92,7 @@ class Trainer:
     processes: Processes
     states: StateCache | None = None
     watchers: list[Watcher] = field(default_factory=list)
+    meter: Meter | None = None
 
     def __post_init__(self) -> None:
         output = self.config.output
@@ -118,7 +123,9 @@ class Trainer:
             FloatingPointError: the loss is not finite; names the step and the last good checkpoint.
             OSError: a checkpoint could not be written; names the last good one.
         """
-        output = self.config.output
+        output, meter = self.config.output, self.meter
+        if meter is not None:
+            meter.start(self.at)
         for number in range(self.at.stage, len(self.stages)):
             stage = self.stages[number]
             if number > self.at.stage:
@@ -133,7 +140,8 @@ class Trainer:
                 self.at.done += 1
                 self.at.seconds += time.monotonic() - started
                 if logged:
-                    self._log(line | {"seconds": round(self.at.seconds, 2)})
+                    speed = {} if meter is None else meter(self.at, stage.trains_backbone)
+                    self._log(line | {"seconds": round(self.at.seconds, 2)} | speed)
                 evaluated = self.at.step % (output.evaluate_steps or self._steps_per_epoch) == 0 or last
                 if self.held_out is not None and evaluated:
                     self._check_finite(stage)
