@@ -77,6 +77,10 @@ def test_check_says_what_would_run_and_writes_nothing(recipe, tmp_path, capsys):
     assert "vLLM 0.28 to 0.32: yes, medusa export --format vllm\n" in shown
     # 9 rows of 48 positions of 16 floats.
     assert re.search(r"hidden states: 27\.0 KiB in \S+states, made in the first epoch in about \d+ s", shown)
+    assert main(["train", "--config", str(recipe), "--check", "--on", "2 x L4"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"memory \(estimated, .*\): \S+ MiB of the 24.00 GiB of one L4\n", shown)
+    assert "time: about 1 s on 2 x L4 (predicted: its operations at 50% of the published peak" in shown
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "states").exists()
 
@@ -157,6 +161,7 @@ def test_a_first_config_overwrites_nothing(tmp_path, monkeypatch, capsys, argume
         (["--set", "heads.num_heads=47"], "heads.num_heads: expected at most 46 with data.length 48"),
         (["--set", "output.folder=FILE"], "output.folder: expected one that is there or can be made, got "),
         (["--set", "output.folder=OLD"], "output.folder: expected a new one, got "),
+        (["--on", "2 x Z80"], "--on"),
         (["--set", "output.trackers=[wandb]"], "wandb: expected the library for output.trackers (pip install wandb"),
         (["--set", "output.trackers=[paper]"], "output.trackers: expected some of aim, "),
         (["--set", "model.dtype=float16"], "model.dtype: expected one of bfloat16, float32 in training, got float16"),

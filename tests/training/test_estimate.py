@@ -17,9 +17,11 @@ from medusa_decoding.training.loop import estimate
 from medusa_decoding.training.loop.backbone import TrainingBackbone, load_tokenizer
 from medusa_decoding.training.loop.estimate import Pace, Shapes
 from medusa_decoding.training.loop.heads import make_heads
+from medusa_decoding.training.loop.machines import parse
 from medusa_decoding.training.loop.processes import Processes
 from medusa_decoding.training.loop.rows import load_rows
 from medusa_decoding.training.loop.trainer import Trainer
+from recipes.machines import MACHINES, MODELS, page, row
 
 CPU = torch.device("cpu")
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -121,6 +123,25 @@ def test_the_time_of_a_run_counts_passes_updates_and_measurements(tmp_path):
     assert pace.seconds(saved, 12, 4) == pytest.approx(steps + measured - 6 * 2 * 3)
 
 
+def test_two_stages_and_several_processes_have_their_own_times(tmp_path):
+    config = workshop.config(tmp_path, "base", "data", "medusa-2", data={"length": 48})
+    pace = Pace(3.0, 5.0, 0.5, "measured", first=Pace(3.0, 1.0, 0.25, "measured"))
+    # 3 steps of 4 rows of the heads alone, and 6 of both; a process has two micro-batches of 2 rows, two have one each.
+    for processes, passes in ((1, 2), (2, 1)):
+        expected = 3 * (passes * 4 + 0.25) + 6 * (passes * 8 + 0.5)
+        assert pace.seconds(config, 12, 0, processes) == pytest.approx(expected)
+    found = estimate.pace_at(1e12, config, Shapes(32, 4096, 11008, 4096, 32000, 10**9, 10**8, 10**7, 10**8, 0))
+    assert found.first.backbone == pytest.approx(found.backbone / 2)  # an adapter's gradient costs a second pass
+    assert found.first.heads < found.heads
+
+
+def test_the_page_of_recipes_is_what_their_predictions_say():
+    assert (RECIPES / "README.md").read_text() == page()
+    for model in MODELS:
+        for machine in MACHINES:
+            assert row(model, machine)[1] < parse(machine)[1].memory - 1.5 * 2**30
+
+
 def test_a_small_model_is_measured_and_a_large_one_is_not(tmp_path, monkeypatch):
     config, rows, _ = loaded(tmp_path)
     shapes, tokenizer, alone = estimate.shapes_of(config), load_tokenizer(config.model), Processes(0, 1, CPU, False)
@@ -168,10 +189,10 @@ def test_other_programs_do_not_change_the_estimate_and_are_said(tmp_path, monkey
 
 
 @pytest.mark.parametrize("method", ["medusa-2", "self-distillation"])
-def test_a_run_that_trains_the_backbone_is_measured_in_its_last_stage(tmp_path, method):
+def test_a_stage_that_trains_the_backbone_is_measured(tmp_path, method):
     _, _, trainer = loaded(tmp_path, method, optimisation={"heads_first_epochs": 1.0, "warmup_steps": 0})
     before = {name: weight.detach().clone() for name, weight in trainer._trained_weights.items()}
-    assert min(trainer.time_parts(time.perf_counter)) >= 0
+    assert min(trainer.time_parts(time.perf_counter, 1)) >= 0
     assert trainer.objective.joint
     assert any(not torch.equal(before[name], weight) for name, weight in trainer._trained_weights.items())
 

@@ -29,8 +29,8 @@ def test_figures_are_those_of_the_steps_since_the_last_line(tmp_path, monkeypatc
     shapes = estimate.shapes_of(config)
     monkeypatch.setattr(meter, "_peak", lambda device, dtype: 1e6)
     states = SimpleNamespace(made=2)
-    found = meter.Meter(config, states, 0.5, Processes(0, 2, CPU, False))
-    found.start(Progress(tokens=1000, seconds=50.0))  # as after --resume
+    at = Progress(tokens=1000, seconds=50.0)  # as after --resume
+    found = meter.Meter(config, states, 0.5, Processes(0, 2, CPU, False), at)
     backbone, heads = estimate.operations(workshop.config(tmp_path / "out", base, "data"), shapes)
     states.made = 4  # by this process; the other one of two made as many
     line = found(Progress(tokens=1200, seconds=54.0), False)

@@ -58,7 +58,9 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--{name} needs --init")
     config = read_config(args)
     if args.check:
-        return _check(config, args.resume)
+        return _check(config, args.resume, args.on)
+    if args.on is not None:
+        raise ValueError("--on needs --check")
     if args.curve:
         return _curve(config, args.resume, quiet=args.json)
     result = train(config, args.resume, quiet=args.json)
@@ -141,14 +143,15 @@ def _shown(value: Any) -> str:
     return ", ".join(entry["path"] for entry in value) if isinstance(value, list) else config_schema.value_text(value)
 
 
-def _check(config: Config, resume: bool) -> int:
-    from medusa_decoding.training.loop import estimate
+def _check(config: Config, resume: bool, on: str | None) -> int:
+    from medusa_decoding.training.loop import estimate, machines
     from medusa_decoding.training.loop.backbone import load_tokenizer
     from medusa_decoding.training.loop.heads import choose_tokens, describe_map
     from medusa_decoding.training.loop.preflight import check
     from medusa_decoding.training.loop.rows import load_rows
     from medusa_decoding.training.loop.schedules import stages
 
+    machine = None if on is None else machines.parse(on)
     processes = _processes(config)
     check(config, processes, resume)
     shapes, tokenizer = estimate.shapes_of(config), load_tokenizer(config.model)
@@ -164,13 +167,17 @@ def _check(config: Config, resume: bool) -> int:
         print(describe_map(token_map, shapes.vocabulary, rows))
     for stage in stages(config, len(rows.train)):
         print(f"{stage.steps} steps of {config.optimisation.batch_size} rows: {stage.name}")
-    print(*estimate.describe_memory(config, shapes, processes.device), sep="\n")
-    pace = estimate.pace(config, shapes, rows, tokenizer, processes)
-    print(estimate.describe_time(config, rows, pace))
+    print(*estimate.describe_memory(config, shapes, processes.device if machine is None else machine[1]), sep="\n")
+    if machine is None:
+        pace = estimate.pace(config, shapes, rows, tokenizer, processes)
+        print(estimate.describe_time(config, rows, pace))
+    else:
+        pace = estimate.pace_at(machine[1].rate, config, shapes, rows.learnt)
+        print(estimate.describe_time_on(*machine, config, rows, pace))
     if config.data.cache_hidden is not None:
         print(estimate.describe_states(config, shapes, rows, pace))
     print(*estimate.describe_readers(config, shapes), sep="\n")
-    for warning in config.warnings(gpu=processes.device.type == "cuda"):
+    for warning in config.warnings(gpu=machine is not None or processes.device.type == "cuda"):
         print(warning)
     return 0
 

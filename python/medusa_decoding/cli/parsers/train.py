@@ -4,6 +4,7 @@
     medusa distill --config heads.yaml
     medusa train --init MODEL mine.jsonl --recipe given-answers --out heads.yaml
     medusa train --config heads.yaml --check
+    medusa train --config heads.yaml --check --on "8 x A100-80GB"
     medusa train --config heads.yaml
     medusa train --config heads.yaml --set optimisation.epochs=1 --set output.folder=trial
     medusa train --config heads.yaml --resume
@@ -56,6 +57,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     one.add_argument(
         "--check", action="store_true", help="read settings and data, print what would run and what it takes, and stop"
     )
+    words = "with --check: predict memory and time for GPUs that are not here, by name, for example '8 x A100-80GB'"
+    parser.add_argument("--on", type=_arguments.text, metavar="GPUS", help=words)
     parser.add_argument("--settings", action="store_true", help="print every setting with its default, and stop")
     parser.add_argument("--json", action="store_true", help="print the result as JSON, and no progress")
 

@@ -7,6 +7,7 @@ model is small enough to load for that, else it follows from the number of opera
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -214,6 +215,7 @@ class Pace:
         update: of the optimiser's step.
         how: "measured" on a micro-batch here, or by the number of "operations" (a rough estimate).
         core_share: share of the time that this thread had a core during the timing; 1 on a GPU, where it does not tell.
+        first: of the stage before, which trains the heads alone, if there are two.
     """
 
     backbone: float
@@ -221,20 +223,25 @@ class Pace:
     update: float
     how: Literal["measured", "operations"]
     core_share: float = 1.0
+    first: Pace | None = None
 
-    def seconds(self, config: Config, rows: int, held_out: int) -> float:
-        """Return the time of a run's steps and measurements, without loading, checkpoints and writing."""
+    def seconds(self, config: Config, rows: int, held_out: int, processes: int = 1) -> float:
+        """Return the time of a run's steps and measurements, without loading, checkpoints and writing.
+
+        Processes divide the micro-batches of a step; what they send each other is not counted.
+        """
         rates, total = config.optimisation, 0.0
-        micro = rates.micro_batch_size
+        micro = rates.micro_batch_size * processes
         for stage in stages(config, rows):
+            pace = self if self.first is None or stage.trains_backbone else self.first
             epochs = stage.steps * rates.batch_size / rows
-            passes = stage.steps * rates.batch_size / micro
+            passes = stage.steps * (rates.batch_size / micro if processes == 1 else math.ceil(rates.batch_size / micro))
             saved = all(companion(Path(source.path), STATES).is_file() for source in config.data.train)
             read = 1.0 if config.data.cache_hidden is None else 0.0 if saved else min(1.0, epochs) / epochs
-            total += passes * (self.backbone * read + self.heads) + stage.steps * self.update
+            total += passes * (pace.backbone * read + pace.heads) + stage.steps * pace.update
             # Measuring has no gradients, of about two thirds of the work.
             measured = max(1, round(epochs)) if rates.max_steps is None else 1
-            total += measured * held_out / micro * (self.backbone + self.heads / 3)
+            total += measured * held_out / micro * (pace.backbone + pace.heads / 3)
         return total
 
 
@@ -263,9 +270,13 @@ def pace_by_operations(config: Config, shapes: Shapes, device: torch.device, lea
 def pace_at(rate: float, config: Config, shapes: Shapes, learnt: float = 1.0) -> Pace:
     """Return what the operations take at `REACHED` of a device's `rate` (operations per second)."""
     positions = config.optimisation.micro_batch_size * config.data.length
-    backbone, heads = operations(config, shapes)
-    reached = REACHED * rate
-    return Pace(positions * backbone / reached, positions * learnt * heads / reached, 0.0, "operations")
+    found, reached = None, REACHED * rate
+    for trains_backbone in (False, True) if config.trains_backbone else (False,):
+        backbone, heads = operations(config, shapes, trains_backbone)
+        parts = positions * backbone / reached, positions * learnt * heads / reached
+        found = Pace(*parts, 0.0, "operations", first=found)
+    assert found is not None
+    return found
 
 
 def peak(device: torch.device, dtype: torch.dtype) -> float:
@@ -296,13 +307,17 @@ def measure_pace(config: Config, rows: Rows, tokenizer: Any, device: torch.devic
     heads = make_heads(config, backbone, tokenizer, rows.frequencies)
     data = dataclasses.replace(config.data, cache_hidden=None)
     trainer = Trainer(dataclasses.replace(config, data=data), backbone, heads, rows.train, None, alone)
-    trainer.time_parts(lambda: _now(device))  # the first pass allocates memory and picks kernels
-    share, end = _core_share(device), time.perf_counter() + BUDGET
-    timed: list[tuple[float, float, float]] = []
-    while not timed or (len(timed) < REPEATS and time.perf_counter() < end):
-        timed.append(trainer.time_parts(lambda: _now(device)))
+    found = None
+    for stage in range(len(trainer.stages)):
+        trainer.time_parts(lambda: _now(device), stage)  # the first pass allocates memory and picks kernels
+        share, end = _core_share(device), time.perf_counter() + BUDGET
+        timed: list[tuple[float, float, float]] = []
+        while not timed or (len(timed) < REPEATS and time.perf_counter() < end):
+            timed.append(trainer.time_parts(lambda: _now(device), stage))
+        found = Pace(*min(timed, key=sum), "measured", share(), found)
     torch.random.set_rng_state(before)
-    return Pace(*min(timed, key=sum), "measured", share())
+    assert found is not None
+    return found
 
 
 def _now(device: torch.device) -> float:
@@ -324,11 +339,15 @@ def _core_share(device: torch.device) -> Callable[[], float]:
     return lambda: (time.thread_time() - cpu) / (time.perf_counter() - wall)
 
 
-def describe_memory(config: Config, shapes: Shapes, device: torch.device) -> list[str]:
-    """Return the memory of a run as lines of text, with what the device has."""
+def describe_memory(config: Config, shapes: Shapes, device: torch.device | machines.Gpu) -> list[str]:
+    """Return the memory of a run as lines of text, with what the device has, or a GPU that is not here."""
     parts = memory(config, shapes)
-    total, free = sum(parts.values()), available(device)
-    has = "" if free is None else f" of the {size(free)} that {device_name(device)} has free"
+    if isinstance(device, machines.Gpu):
+        free, has = device.memory, f" of the {size(device.memory)} of one {device.name}"
+    else:
+        free = available(device)
+        has = "" if free is None else f" of the {size(free)} that {device_name(device)} has free"
+    total = sum(parts.values())
     lines = [f"memory (estimated, without the program itself): {size(total)}{has}"]
     lines += [f"  {name:16} {size(count):>12}" for name, count in parts.items()]
     if free is not None and total > free:
@@ -342,6 +361,16 @@ def describe_memory(config: Config, shapes: Shapes, device: torch.device) -> lis
 def device_name(device: torch.device) -> str:
     """Return a GPU's name, or "this machine" for its CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "this machine"
+
+
+def describe_time_on(count: int, gpu: machines.Gpu, config: Config, rows: Rows, pace: Pace) -> str:
+    """Return the time of a run on GPUs that are not here, one process on each, as a line of text."""
+    held_out = 0 if rows.held_out is None else len(rows.held_out)
+    seconds = pace.seconds(config, len(rows.train), held_out, count)
+    return (
+        f"time: about {duration(seconds)} on {count} x {gpu.name} (predicted: its operations at {REACHED:.0%} of the "
+        "published peak; without loading, writing and what GPUs send each other)"
+    )
 
 
 def describe_time(config: Config, rows: Rows, pace: Pace) -> str:

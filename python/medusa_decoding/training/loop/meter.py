@@ -21,21 +21,23 @@ _peak = functools.cache(peak)
 
 
 class Meter:
-    """Measures the steps since the last logged one, so that a resumed run logs its own speed.
+    """Measures the steps since the last logged one, so that a resumed run logs its own speed; begins `at` a point.
 
     `learnt` is the share of positions that heads learn from, `states` the cache of a frozen backbone's states.
     """
 
-    def __init__(self, config: Config, states: StateCache | None, learnt: float, processes: Processes) -> None:
+    def __init__(
+        self, config: Config, states: StateCache | None, learnt: float, processes: Processes, at: Progress
+    ) -> None:
         # What gradient checkpointing computes again does not count as use.
         model = dataclasses.replace(config.model, gradient_checkpointing=False)
         self._config = dataclasses.replace(config, model=model)
         self._states, self._learnt, self._processes = states, learnt, processes
         self._shapes = shapes_of(self._config)
         self._peak = _peak(processes.device, DTYPES[config.model.dtype]) * processes.size
+        self._start(at)
 
-    def start(self, at: Progress) -> None:
-        """Measure from here."""
+    def _start(self, at: Progress) -> None:
         self._seconds, self._tokens = at.seconds, at.tokens
         self._made = 0 if self._states is None else self._states.made
 
@@ -53,7 +55,7 @@ class Meter:
             passed = (self._states.made - self._made) * self._config.data.length * self._processes.size
         backbone, heads = operations(self._config, self._shapes, trains_backbone)
         done = passed * backbone + tokens * self._learnt * heads
-        self.start(at)
+        self._start(at)
         return {
             "tokens_per_second": round(tokens / seconds, 1),
             "peak_memory": peak_memory(self._processes.device),

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,9 +45,6 @@ from medusa_decoding.training.loop.schedules import (
 )
 from medusa_decoding.training.loop.states import StateCache, fingerprint
 from medusa_decoding.training.loss.chunked import TOP
-
-if TYPE_CHECKING:
-    from medusa_decoding.training.loop.meter import Meter
 
 
 @dataclass
@@ -92,7 +89,7 @@ class Trainer:
     processes: Processes
     states: StateCache | None = None
     watchers: list[Watcher] = field(default_factory=list)
-    meter: Meter | None = None
+    meter: Callable[[Progress, bool], dict[str, Any]] = lambda at, trains_backbone: {}
 
     def __post_init__(self) -> None:
         output = self.config.output
@@ -123,9 +120,7 @@ class Trainer:
             FloatingPointError: the loss is not finite; names the step and the last good checkpoint.
             OSError: a checkpoint could not be written; names the last good one.
         """
-        output, meter = self.config.output, self.meter
-        if meter is not None:
-            meter.start(self.at)
+        output = self.config.output
         for number in range(self.at.stage, len(self.stages)):
             stage = self.stages[number]
             if number > self.at.stage:
@@ -140,7 +135,7 @@ class Trainer:
                 self.at.done += 1
                 self.at.seconds += time.monotonic() - started
                 if logged:
-                    speed = {} if meter is None else meter(self.at, stage.trains_backbone)
+                    speed = self.meter(self.at, stage.trains_backbone)
                     self._log(line | {"seconds": round(self.at.seconds, 2)} | speed)
                 evaluated = self.at.step % (output.evaluate_steps or self._steps_per_epoch) == 0 or last
                 if self.held_out is not None and evaluated:
@@ -264,15 +259,15 @@ class Trainer:
             line["lambda_0"] = weight
         return line | {"rates": rates, "gradient_norm": float(norm), "tokens": self.at.tokens}
 
-    def time_parts(self, now: Callable[[], float]) -> tuple[float, float, float]:
+    def time_parts(self, now: Callable[[], float], stage: int) -> tuple[float, float, float]:
         """Return the seconds of the backbone's pass over a micro-batch, of the rest of it, and of an update.
 
-        They are those of the last stage. `now` reads a clock once the device has done its work. The weights are trained
-        by this: discard the trainer.
+        They are those of a stage, by its number. `now` reads a clock once the device has done its work. The weights are
+        trained by this: discard the trainer.
         """
-        if self.at.stage != len(self.stages) - 1:
-            self.at.stage = len(self.stages) - 1
-            self._begin_stage(self.stages[-1])
+        if self.at.stage != stage:
+            self.at.stage = stage
+            self._begin_stage(self.stages[stage])
         numbers = self._rows_of_step(0)[: self.config.optimisation.micro_batch_size]
         counts = count_targets(
             collate([self.rows[number] for number in numbers]), self.heads.num_heads, self._token_map
