@@ -342,6 +342,7 @@ def _core_share(device: torch.device) -> Callable[[], float]:
 def describe_memory(config: Config, shapes: Shapes, device: torch.device | machines.Gpu) -> list[str]:
     """Return the memory of a run as lines of text, with what the device has, or a GPU that is not here."""
     parts = memory(config, shapes)
+    free: int | None
     if isinstance(device, machines.Gpu):
         free, has = device.memory, f" of the {size(device.memory)} of one {device.name}"
     else:

@@ -77,7 +77,7 @@ def tracked(names: Iterable[str], folder: Path, settings: Mapping[str, Any], don
     """
     tracking = import_library("accelerate.tracking", "output.trackers")
     with contextlib.ExitStack() as stack:
-        watchers = []
+        watchers: list[Watcher] = []
         for name in names:
             kind = tracking.LOGGER_TYPE_TO_CLASS[name]
             place = [str(folder / name)] if kind.requires_logging_directory else []
