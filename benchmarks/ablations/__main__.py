@@ -15,7 +15,8 @@ from medusa_decoding.checkpoints import tuning_paths
 from medusa_decoding.files import write_json
 
 ABLATIONS = ("figure-3b", "figure-4", "figure-5", "figure-7", "table-3", "dynamic")
-PREPARING = ("draft",)
+APART = ("draft", "selector")
+"""Those that write no record of their own kind."""
 
 
 def module(name: str) -> Any:
@@ -29,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
         prog="python -m benchmarks.ablations", description="The paper's ablations again, one command each."
     )
     names = whole.add_subparsers(dest="name", required=True, metavar="NAME")
-    for name in (*ABLATIONS, *PREPARING):
+    for name in (*ABLATIONS, *APART):
         one = module(name)
         doc = one.__doc__ or ""
         sub = names.add_parser(
@@ -51,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for path in args.records:
                 draw(read(path), path.with_suffix(".svg"))
             return 0
-        if args.name in PREPARING:
+        if args.name in APART:
             return int(module(args.name).run(args))
         return _ablation(args, given[1:])
     except (ValueError, OSError, measuring.OtherTextError) as error:

@@ -1,0 +1,281 @@
+r"""A selector: the parents' term gated by the state, and learnt on the candidates that it ranks.
+
+DFlash 2 ranks a head's best 16 tokens b after their predecessor a by U(b) + <A(a) * H(h), B(b)>, with h the hidden
+state: this package's parents' term, A[parent] M_k C[candidate], with a gate. Its loss is the cross-entropy among these
+candidates, given the true predecessor. Here the trunks of trained heads stay as they are, so that a step computes
+their logits once for the terms of all ways. These start equal and see the same positions in the same order.
+
+Tokens per step are walked as steps do: along a right path of a static tree every parent is the text's own token, so
+ranks after true parents determine the steps. Texts are ranked without the noise of draws.
+
+The data are records of `medusa distill --only-data` with `data.cache_hidden`, which keeps the states with the answers:
+
+    medusa distill --config recipes/smollm2-135m/heads.yaml --only-data --set data.train="[{path: PROMPTS}]" \
+        --set generation.temperature=0 --set output.folder=runs/selector/greedy
+    python -m benchmarks.ablations selector --records runs/selector/greedy/generated/records.jsonl --judged FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from tqdm.auto import tqdm
+
+from benchmarks import harness
+from medusa_decoding.demo import HEADS
+from medusa_decoding.evaluation import interval
+from medusa_decoding.evaluation.own_text import RANKS
+from medusa_decoding.heads import MAX_TOP_K, MedusaHeads
+from medusa_decoding.linears.reading import plain_weight
+from medusa_decoding.model import MedusaModel
+from medusa_decoding.training.data.answer_states import AnswerStates
+from medusa_decoding.training.data.encoding import Example
+from medusa_decoding.training.data.resumable import companion
+from medusa_decoding.training.distill.record_file import STATES
+from medusa_decoding.trees.calibration import NONE, Calibration
+from medusa_decoding.trees.replay import walk
+from medusa_decoding.trees.search import walked_tree
+
+NAME = "selector"
+SIZES = (8, 16)  # nodes of the trees
+DECAY = 0.8  # weight of a head's loss over that of the one before, as in training
+STATE_NORM = 20.0  # of the states that a gate sees, so that it moves about as fast as the rest of a term does
+
+
+class Way(NamedTuple):
+    """A term and what it learns."""
+
+    loss: str | None  # "kl" as in the recipe; "best", the text's token among the head's best candidates; None: nothing
+    gated: bool = False
+    alone: bool = False  # the gate is all that learns
+    rank: int = 0  # at least that of the heads
+
+
+CONTROL = "trained on"
+WAYS = {
+    "as it is": Way(None),
+    CONTROL: Way("kl"),
+    "gated": Way("kl", gated=True),
+    "gated, best candidates": Way("best", gated=True),
+    "gate alone, best candidates": Way("best", gated=True, alone=True),
+    "best candidates": Way("best"),
+    "larger rank": Way("kl", rank=128),
+}
+
+
+class Term(nn.Module):
+    """A parents' term that starts equal to that of heads: what a larger rank adds has zeros for candidates."""
+
+    def __init__(self, heads: MedusaHeads, way: Way) -> None:
+        super().__init__()
+        tokens, mix, candidates = (weight.detach().float() for weight in heads.parent_term)
+        rank = tokens.shape[1]
+        more = max(0, way.rank - rank)
+        new = torch.randn(len(tokens), more) * (rank + more) ** -0.5
+        self.tokens = nn.Parameter(torch.cat([tokens, new], dim=1))
+        self.mix = nn.Parameter(F.pad(mix, (0, more, 0, more)))
+        self.mix.data[:, rank:, rank:] = torch.eye(more)
+        self.candidates = nn.Parameter(F.pad(candidates, (0, more)))
+        self.gate = nn.Parameter(torch.zeros(len(mix), rank + more, heads.hidden_size)) if way.gated else None
+        for weight in (self.tokens, self.mix, self.candidates):
+            weight.requires_grad_(not way.alone)
+
+    def mixed(self, parents: Tensor, states: Tensor) -> Tensor:
+        """Return what candidates are multiplied by: rows of A [K, P], states [K, P, H] (or 1 for P) -> [K, P, rank]."""
+        found = torch.bmm(self.tokens[parents], self.mix)
+        return found if self.gate is None else found * (1 + torch.bmm(states, self.gate.transpose(1, 2)))
+
+    def scores(self, mixed: Tensor, candidates: Tensor) -> Tensor:
+        """Return the term of candidates [K, P, C], rows of C: mixed [K, P, rank] -> [K, P, C]."""
+        return torch.einsum("kpr,kpcr->kpc", mixed, self.candidates[candidates])
+
+
+class Texts(NamedTuple):
+    """Texts end to end: states [N, H], the tokens after each [N, K + 1] (NONE beyond the end), rows by prompt."""
+
+    states: Tensor
+    later: Tensor
+    prompts: list[range]
+
+
+def read(files: Sequence[Path], heads: MedusaHeads) -> Texts:
+    """Read the first answer of each record that has its states in bfloat16."""
+    states, later, prompts, end = [], [], [], 0
+    for file in files:
+        saved = AnswerStates(companion(file, STATES), heads.hidden_size, torch.bfloat16)
+        for record in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
+            found = saved.get(Example.from_spans(record["input_ids"], record["learnt"], file.name))
+            first, last = record["learnt"][0]
+            if found is not None and last - first > heads.num_heads:
+                text = F.pad(torch.tensor(record["input_ids"][first:last]), (0, heads.num_heads), value=NONE)
+                states.append(found[first - 1 : last - 1])
+                later.append(text.unfold(0, heads.num_heads + 1, 1))
+                prompts.append(range(end, end := end + last - first))
+    if not states:
+        raise ValueError(f"{files[0]}: expected answers with their states (data.cache_hidden), got none")
+    return Texts(torch.cat(states), torch.cat(later), prompts)
+
+
+class Trunk:
+    """What stays as it is: a model's embedding and lm_head, and the blocks of its heads."""
+
+    def __init__(self, model: MedusaModel) -> None:
+        weight = plain_weight(model.backbone.lm_head)
+        assert model.heads is not None
+        assert weight is not None  # not quantised
+        self.heads, self._embed = model.heads.float().eval(), model.backbone.embed_tokens
+        tokens = torch.arange(self.heads.vocab_size) if self.heads.token_map is None else self.heads.token_map
+        self._weight = weight.detach().float()[tokens]
+        self._rows = torch.full((self.heads.vocab_size + 1,), NONE)  # the last one is for what is beyond a text's end
+        self._rows[tokens] = torch.arange(len(tokens))
+
+    def __call__(self, texts: Texts, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return of B positions: logits [K, B, V'], states for gates [K, B, H], parents' rows of A and targets [K, B].
+
+        A target is a place in the heads' vocabulary, NONE outside it.
+        """
+        later = texts.later[rows]
+        targets = self._rows[later[:, 1:]].t()
+        root = self._embed(later[:, 0]).float() if self.heads.root_rank else None
+        states = self.heads.residual(texts.states[rows].float(), root).transpose(0, 1)
+        parents = self.heads.parent_rows(later[:, :-1].clamp(min=0)).t()
+        return states @ self._weight.t(), STATE_NORM * F.normalize(states, dim=-1), parents, targets
+
+    def taught(self, texts: Texts, rows: Tensor) -> Tensor:
+        """Return the model's own distributions of the heads' targets, [K, B, V']."""
+        places = (rows + torch.arange(1, self.heads.num_heads + 1)[:, None]).clamp(max=len(texts.states) - 1)
+        return (texts.states[places].float() @ self._weight.t()).softmax(-1)
+
+
+def train(trunk: Trunk, texts: Texts, rows: Tensor, args: argparse.Namespace) -> dict[str, Term]:
+    """Train the terms of all ways on the same positions."""
+    terms = {name: Term(trunk.heads, way) for name, way in WAYS.items()}
+    optimizer = torch.optim.Adam([weight for term in terms.values() for weight in term.parameters()])
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.rate, args.steps, cycle_momentum=False)
+    decay = DECAY ** torch.arange(trunk.heads.num_heads)
+    order = torch.cat([rows[torch.randperm(len(rows))] for _ in range(-(-args.steps * args.positions // len(rows)))])
+    for batch in tqdm(order.split(args.positions)[: args.steps], mininterval=10):
+        with torch.no_grad():
+            base, states, parents, targets = trunk(texts, batch)
+            taught, best = trunk.taught(texts, batch), base.topk(min(MAX_TOP_K, base.shape[-1]))
+        hits, total = best.indices == targets[..., None], torch.zeros(())
+        for name, term in terms.items():
+            if (loss := WAYS[name].loss) is None:
+                continue
+            counted, mixed = targets != NONE if loss == "kl" else hits.any(-1), term.mixed(parents, states)
+            weights = counted * (decay / counted.sum(1).clamp(min=1))[:, None]
+            if loss == "kl":
+                total = total + divergence(base, mixed, term.candidates, taught, weights)
+            else:
+                scores = best.values + term.scores(mixed, best.indices)
+                total = total - (scores.log_softmax(-1) * hits * weights[..., None]).sum()
+        optimizer.zero_grad()
+        total.backward()
+        optimizer.step()
+        schedule.step()
+    return terms
+
+
+def divergence(base: Tensor, mixed: Tensor, candidates: Tensor, taught: Tensor, weights: Tensor) -> Tensor:
+    """Return a scalar with the gradient of the weighted sum of KL(taught, softmax(base + mixed C^T))."""
+    with torch.no_grad():
+        of_logits = (base + mixed @ candidates.t()).softmax(-1).sub_(taught).mul_(weights[..., None])
+        of_mixed, of_candidates = of_logits @ candidates, of_logits.flatten(0, 1).t() @ mixed.flatten(0, 1)
+    return (mixed * of_mixed).sum() + (candidates * of_candidates).sum()
+
+
+@torch.no_grad()
+def ranked(trunk: Trunk, terms: dict[str, Term], texts: Texts, prompts: Sequence[range]) -> dict[str, Calibration]:
+    """Rank the texts' tokens as `propose_children` does, after their true parents, with each term."""
+    found: dict[str, list[Any]] = {name: [] for name in terms}
+    for prompt in prompts:
+        base, states, parents, targets = trunk(texts, torch.arange(prompt.start, prompt.stop - 1))
+        best = base.topk(min(MAX_TOP_K, base.shape[-1]))
+        for name, term in terms.items():
+            scores = best.values + term.scores(term.mixed(parents, states), best.indices)
+            order = best.indices.gather(-1, scores.sort(descending=True, stable=True).indices[..., :RANKS])
+            hits = order == targets[..., None]
+            ranks = hits.int().argmax(-1).where(hits.any(-1), NONE)
+            found[name].append([tuple(map(tuple, ranks.t().tolist()))])
+    return {name: Calibration.of(trunk.heads.num_heads, RANKS, of_way) for name, of_way in found.items()}
+
+
+def cost(heads: MedusaHeads) -> dict[str, dict[str, float]]:
+    """Return what ranking 32 candidates after 32 parents takes: multiplications, bytes in bfloat16, microseconds."""
+    parents = torch.arange(MAX_TOP_K).expand(heads.num_heads, -1)
+
+    def rank(term: Term, state: Tensor) -> int:
+        scores = term.mixed(parents, state) @ term.candidates[parents].transpose(1, 2)
+        return len(scores.sort(dim=-1, descending=True, stable=True))
+
+    terms, found = {name: Term(heads, way) for name, way in WAYS.items()}, {}
+    with torch.inference_mode():
+        states = [torch.randn(heads.num_heads, 1, heads.hidden_size) for _ in range(500)]
+        timed = harness.interleaved({name: partial(rank, term) for name, term in terms.items()}, states)
+    for name, term in terms.items():
+        pairs, size, gate = parents.numel(), term.mix.shape[-1], 0 if term.gate is None else term.gate.numel()
+        found[name] = {
+            "multiplications": pairs * size * (size + MAX_TOP_K) + gate,
+            "bytes": 2 * (2 * pairs * size + term.mix.numel() + gate),
+            "median_us": 1e6 * statistics.median(seconds for _, seconds in timed[name]),
+        }
+    return found
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the command's arguments."""
+    parser.add_argument("--records", type=Path, nargs="+", required=True, metavar="FILE", help="to learn, with states")
+    parser.add_argument("--judged", type=Path, nargs="+", required=True, metavar="FILE", help="of other prompts")
+    parser.add_argument("--model", default=str(HEADS["smollm2"]), help="heads with a parent_rank (default: smollm2's)")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the split and the order")
+    parser.add_argument("--steps", type=int, default=1200, help="of training (default: 1200)")
+    parser.add_argument("--positions", type=int, default=256, help="per step")
+    parser.add_argument("--rate", type=float, default=2e-4, help="peak of one cycle")
+    parser.add_argument("--held-out", type=int, default=200, help="prompts of the records that trees are chosen on")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Train and judge all ways with each seed, and write the record."""
+    trunk = Trunk(MedusaModel.from_pretrained(args.model, dtype=torch.float32))
+    texts = read(args.records, trunk.heads)
+    judged = {file.parent.parent.name: read([file], trunk.heads) for file in args.judged}
+    cells = [(where, name, str(size)) for where in judged for name in WAYS for size in SIZES]
+    steps = dict.fromkeys(cells, torch.zeros(()))
+    figures: dict[str, Any] = {where: {name: {"by_seed": []} for name in WAYS} for where in judged}
+    for seed in args.seeds:
+        torch.manual_seed(seed)
+        prompts = random.Random(seed).sample(texts.prompts, len(texts.prompts))
+        rows = torch.cat([torch.arange(one.start, one.stop - 1) for one in prompts[args.held_out :]])
+        terms = train(trunk, texts, rows, args)
+        chosen_on = ranked(trunk, terms, texts, prompts[: args.held_out])
+        trees = {(name, str(size)): walked_tree(found, size) for name, found in chosen_on.items() for size in SIZES}
+        found = {where: ranked(trunk, terms, of, of.prompts) for where, of in judged.items()}
+        for where, name, size in cells:
+            paths, by_seed = found[where][name], figures[where][name]["by_seed"]
+            walked = walk(paths, trees[name, size])
+            steps[where, name, size] = steps[where, name, size] + torch.tensor(walked.by_prompt)
+            if size == str(SIZES[0]):
+                by_seed.append({f"top_{n}": [row[n - 1] / paths.positions for row in paths.hits] for n in (1, 5)})
+            by_seed[-1][size] = walked.tokens_per_step
+    for where, name, size in cells:
+        pairs = torch.cat([steps[where, name, size], steps[where, CONTROL, size]], dim=1).tolist()
+        both = {"tokens_per_step": interval.ratio(pairs), "over_control": interval.ratio_of_rates(pairs)}
+        figures[where][name][size] = {what: asdict(one) for what, one in both.items() if one is not None}
+        print(where, name, size, *(f"{what} {interval.as_text(one)}" for what, one in both.items()))
+    sizes = {where: {"answers": len(of.prompts), "tokens": len(of.states)} for where, of in judged.items()}
+    sizes["learnt"] = {"answers": len(texts.prompts), "tokens": len(texts.states)}
+    given = {name: getattr(args, name) for name in ("model", "seeds", "steps", "positions", "rate", "held_out")}
+    conditions = {**given, "texts": sizes, "threads": torch.get_num_threads(), "intervals": interval.WORDS}
+    print(harness.write_record(NAME, {**conditions, "ways": figures, "cost": cost(trunk.heads)}))
+    return 0
