@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from medusa_decoding.training.data.resumable import companion
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
@@ -41,7 +42,6 @@ from medusa_decoding.linears.reading import plain_weight
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.training.data.answer_states import AnswerStates
 from medusa_decoding.training.data.encoding import Example
-from medusa_decoding.training.data.resumable import companion
 from medusa_decoding.training.distill.record_file import STATES
 from medusa_decoding.trees.calibration import NONE, Calibration
 from medusa_decoding.trees.replay import walk
