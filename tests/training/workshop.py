@@ -7,7 +7,7 @@ import toy
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from medusa_decoding.training.config import Config
-from medusa_decoding.training.loop.log import read_log
+from medusa_decoding.training.loop.log import SPEED, read_log
 
 WORDS = ["Paris", "is", "the", "capital", "of", "France", "one", "two", "three", "Hello", "thank", "you"]
 BASE = {
@@ -78,8 +78,9 @@ def config(folder, base, file, method="medusa-1", /, **sections):
 
 
 def curve(folder):
-    """The log without times."""
-    return [{name: value for name, value in line.items() if name != "seconds"} for line in read_log(folder)]
+    """The log without times and memory."""
+    dropped = {"seconds", *SPEED}
+    return [{name: value for name, value in line.items() if name not in dropped} for line in read_log(folder)]
 
 
 def losses(folder):
