@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,10 @@ from torch.utils.data import Dataset
 
 from medusa_decoding.training.data.encoding import Example
 from medusa_decoding.training.data.records import Report
-from medusa_decoding.training.data.targets import IGNORE
+from medusa_decoding.training.data.targets import IGNORE, number_segments
 
-OF_LOSSES = ("labels", "segments", "tokens")
-"""What a batch has for the losses alone: they find their targets on the CPU, so that no step waits for a GPU."""
+TEXTS = "texts"
+"""Name in a batch of its `Texts`."""
 OVERLONG = ("truncate", "drop", "split")
 
 
@@ -129,6 +129,23 @@ def _fill_rows(lengths: Sequence[int], room: int) -> list[list[int]]:
     return rows
 
 
+@dataclass(frozen=True)
+class Texts:
+    """What losses need of a batch, int64 [B * T] each: on the CPU, they find their targets without waiting for a GPU.
+
+    DDP and FSDP move a batch's tensors to the GPU, but not objects of this class.
+    """
+
+    labels: Tensor
+    segments: Tensor
+    tokens: Tensor
+
+    @classmethod
+    def of(cls, batch: dict[str, Any]) -> Texts:
+        """Return those of a batch from `collate`, on its device."""
+        return cls(batch["labels"].flatten(), number_segments(batch["position_ids"]), batch["input_ids"].flatten())
+
+
 def collate(rows: Sequence[dict[str, Tensor]], attention: str = "sdpa") -> dict[str, Any]:
     """Stack rows on the CPU, and add the lengths with which flash-attn keeps conversations apart.
 
@@ -147,4 +164,4 @@ def collate(rows: Sequence[dict[str, Tensor]], attention: str = "sdpa") -> dict[
 
 def model_inputs(batch: dict[str, Any]) -> dict[str, Any]:
     """Return the model's part of a batch, and no cache, with which conversations would mix."""
-    return {name: value for name, value in batch.items() if name not in OF_LOSSES} | {"use_cache": False}
+    return {name: value for name, value in batch.items() if name not in ("labels", TEXTS)} | {"use_cache": False}

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.training.config import Config
+from medusa_decoding.training.data.packing import TEXTS, Texts
 from medusa_decoding.training.data.targets import IGNORE, draft_labels, number_segments, shifted_labels
 from medusa_decoding.training.loop.backbone import TrainingBackbone
 from medusa_decoding.training.loss.language import combined_loss, distillation_loss, language_loss
@@ -57,8 +58,8 @@ class Objective(nn.Module):
         """Return the loss and the counts that it is made of.
 
         Args:
-            batch: as `packing.collate` makes it, on the model's device; with `HIDDEN`, the model is not run. What
-                `packing.OF_LOSSES` names can be on the CPU: then nothing is read back from the device.
+            batch: as `packing.collate` makes it, on the model's device; with `HIDDEN`, the model is not run. With
+                its `Texts` on the CPU, nothing is read back from the device.
             normalisers: `count_targets` of the whole step; None to measure, under `torch.no_grad()`: then the model's
                 own loss is counted too.
             lambda_0: weight of the heads' loss next to the model's own.
@@ -76,13 +77,13 @@ class Objective(nn.Module):
         if hidden is None:
             with torch.set_grad_enabled(torch.is_grad_enabled() and joint):
                 hidden = backbone.hidden(batch)
-        hidden, labels = hidden.flatten(0, 1), batch["labels"].flatten()
-        segments = batch["segments"] if "segments" in batch else number_segments(batch["position_ids"])
+        hidden, texts = hidden.flatten(0, 1), batch.get(TEXTS) or Texts.of(batch)
+        labels, segments = texts.labels, texts.segments
         of_heads = medusa_loss(
             hidden,
             heads,
             labels,
-            tokens=batch.get("tokens", batch["input_ids"]).flatten() if heads.parent_rank or heads.root_rank else None,
+            tokens=texts.tokens if heads.parent_rank or heads.root_rank else None,
             embed_tokens=backbone.causal.get_input_embeddings() if heads.root_rank else None,
             segments=segments,
             lm_head=backbone.to_logits() if heads.shared_projection else None,

@@ -24,8 +24,8 @@ from medusa_decoding.files import append_line
 from medusa_decoding.heads import MedusaHeads, Storage
 from medusa_decoding.provenance import fingerprint as weights_fingerprint
 from medusa_decoding.training.config import Config
-from medusa_decoding.training.data.packing import OF_LOSSES, PackedDataset, collate
-from medusa_decoding.training.data.targets import IGNORE, number_segments, send
+from medusa_decoding.training.data.packing import TEXTS, PackedDataset, Texts, collate
+from medusa_decoding.training.data.targets import IGNORE, send
 from medusa_decoding.training.loop.accuracy import HeadAccuracy, Measured
 from medusa_decoding.training.loop.ahead import Ahead
 from medusa_decoding.training.loop.backbone import DTYPES, TrainingBackbone
@@ -320,7 +320,7 @@ class Trainer:
         if not chosen:
             chosen = [rows[0] | {"labels": torch.full_like(rows[0]["labels"], IGNORE)}]
         batch = collate(chosen, self.config.model.attention)
-        return batch | {"segments": number_segments(batch["position_ids"]), "tokens": batch["input_ids"]}
+        return batch | {TEXTS: Texts.of(batch)}
 
     def _complete(self, numbers: list[int], batch: dict[str, Any]) -> dict[str, Any]:
         """Return a batch on the device, with the states of its rows if they are kept."""
@@ -504,7 +504,4 @@ def _means(sums: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def _moved(batch: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    return {
-        name: send(value, device) if isinstance(value, Tensor) and name not in OF_LOSSES else value
-        for name, value in batch.items()
-    }
+    return {name: send(value, device) if isinstance(value, Tensor) else value for name, value in batch.items()}
