@@ -78,8 +78,6 @@ def row(model: str, machine: str) -> tuple[str, int, str, str]:
     start = f"accelerate launch --multi_gpu --num_processes {count} -m medusa_decoding" if count > 1 else "medusa"
     command = f"{start} {'distill' if own else 'train'} --config recipes/{model}.yaml"
     command += "".join(f" --set {key}={value}" for key, value in settings.items())
-    if own and count > 1:
-        command = f"medusa distill --only-data --config recipes/{model}.yaml, then {command} --resume"
     heads = estimate.meta_heads(config, shapes.hidden, shapes.vocabulary)
     others = [reader.program for reader in readers(heads, config.heads.storage) if reader.options is not None]
     read = ", ".join(["this package", *others, *([] if others else ["vLLM with our plugin"])])
@@ -95,8 +93,7 @@ def page() -> str:
     for model, name in MODELS.items():
         for machine, words in MACHINES.items():
             command, memory, time, read = row(model, machine)
-            shown = " then ".join(f"`{part}`" for part in command.split(", then "))
-            lines.append(f"| {name} | {words} | {shown} | {size(memory)} | {time} | {read} |")
+            lines.append(f"| {name} | {words} | `{command}` | {size(memory)} | {time} | {read} |")
     return TEXT + "\n".join(lines) + "\n"
 
 
