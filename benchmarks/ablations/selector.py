@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from medusa_decoding.training.data.resumable import companion
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
@@ -37,6 +36,7 @@ from benchmarks import harness
 from medusa_decoding.demo import HEADS
 from medusa_decoding.evaluation import interval
 from medusa_decoding.evaluation.own_text import RANKS
+from medusa_decoding.files.resumable import companion
 from medusa_decoding.heads import MAX_TOP_K, MedusaHeads
 from medusa_decoding.linears.reading import plain_weight
 from medusa_decoding.model import MedusaModel
