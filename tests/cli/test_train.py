@@ -76,8 +76,10 @@ def test_check_says_what_would_run_and_writes_nothing(recipe, tmp_path, capsys):
     assert re.search(r"\ntime: about \d+ s on an idle machine \(from a micro-batch measured here", shown)
     assert "vLLM 0.28 to 0.32: yes, medusa export --format vllm\n" in shown
     # 9 rows of 48 positions of 16 floats.
-    assert re.search(r"hidden states: 27\.0 KiB in \S+states, made in the first epoch in about \d+ s", shown)
-    assert main(["train", "--config", str(recipe), "--check", "--on", "2 x L4"]) == 0
+    assert re.search(r"hidden states: 27\.0 KiB in \S+states, made in the first epoch .* in about \d+ s", shown)
+    assert main(["train", "--config", str(recipe), "--check", "--on", "2 x L4"]) == 2
+    assert "--on: expected model.dtype bfloat16" in capsys.readouterr().err
+    assert main(["train", "--config", str(recipe), "--check", "--on", "2 x L4", "--set", "model.dtype=bfloat16"]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"memory \(estimated, .*\): \S+ MiB of the 24.00 GiB of one L4\n", shown)
     assert "time: about 1 s on 2 x L4 (predicted: its operations at 50% of the published peak" in shown

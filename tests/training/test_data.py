@@ -91,7 +91,11 @@ def test_hub_names_are_passed_to_the_library(monkeypatch):
             raise FileNotFoundError("nothing on the hub")
         return [MESSAGES]
 
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    monkeypatch.setitem(
+        sys.modules,
+        "datasets",
+        types.SimpleNamespace(load_dataset=load_dataset, config=types.SimpleNamespace(HF_HUB_OFFLINE=True)),
+    )
     source = SourceConfig("lmsys/chat", split="test", subset="en", revision="v1")
     (record,) = read_records([source], Report())
     assert record.messages == EXPECTED
@@ -120,7 +124,7 @@ def test_a_limit_reads_no_further(tmp_path, monkeypatch, kind):
     file.write_bytes(content)
     if kind == "hub":
         load, name = datasets.load_dataset, "owner/terabytes"
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
 
         def load_dataset(path, subset, revision, **options):
             assert path == name

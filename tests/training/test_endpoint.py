@@ -171,7 +171,8 @@ def test_text_is_encoded_again_and_left_out_if_that_gives_another_text(served, c
         if "skip_special_tokens" in body:
             return httpx.Response(400, json={"error": {"message": "skip_special_tokens: unknown"}})
         (name,) = [one for one in texts if f"Say {one}<" in served.tokenizer.decode(body["prompt"])]
-        return answer(texts[name], finish_reason="length" if name == "b" else "stop")
+        end = {"stop_reason": 0} if name == "d" else {}  # which is no end token of the model
+        return answer(texts[name], finish_reason="length" if name == "b" else "stop", **end)
 
     connect(scripted(reply))
     found, report = write(served, tmp_path / "a.jsonl", Endpoint.connect(config(served)), GREEDY, seeds)
@@ -197,7 +198,8 @@ def test_text_is_encoded_again_and_left_out_if_that_gives_another_text(served, c
         ),
         ({"token_ids": ["40"]}, "expected JSON in OpenAI's form from http://127.0.0.1:8000/v1/completions, got"),
         (httpx.Response(404, text="no \x1b[2J such model"), r"got HTTP 404: 'no \\x1b\[2J such model'"),
-        (httpx.Response(503), r"in 10 attempts, got 'HTTP 503'; try --resume"),
+        (httpx.Response(503, text="loading"), r"in 10 attempts, got HTTP 503: 'loading'; try --resume"),
+        (httpx.Response(429), r"in 10 attempts, got HTTP 429: ''; try --resume"),
     ],
 )
 def test_what_cannot_be_the_models_answer_ends_the_run(served, connect, tmp_path, choice, words):
@@ -216,15 +218,19 @@ def test_answers_that_a_server_ended_otherwise_are_left_out(served, connect, tmp
     kinds = [
         {"token_ids": [*ids, IM_END], "text": "one two three"},
         {"token_ids": ids, "text": "one two three"},  # a stop string of the server's
-        {"token_ids": ids, "text": "one two three", "finish_reason": "abort"},
+        {"token_ids": ids[:2], "text": "one two", "finish_reason": "abort"},  # and when it is asked again:
+        {"token_ids": ids[:3] * 4, "text": tokenizer.decode(ids[:3] * 4), "finish_reason": "length"},
         {"token_ids": ids * 9, "text": "one two three" * 9, "finish_reason": "length"},
-        {"token_ids": ids, "text": "one two three", "finish_reason": "length"},  # the server's own limit
     ]
     connect(scripted(lambda body, number: answer(**kinds[number % 5])))
     settings = replace(GREEDY, batch_size=1, turns=1)
-    found, report = write(served, tmp_path / "a.jsonl", Endpoint.connect(config(served)), settings, records()[:5])
-    assert [json.loads(line)["seed"]["number"] for line in found.splitlines()] == [0, 4]
-    assert (report.cut, report.left_out.total(), len(report.left_out)) == (1, 3, 3)
+    assert (settings.max_new_tokens, len(ids)) >= (12, 3)
+    found, report = write(served, tmp_path / "a.jsonl", Endpoint.connect(config(served)), settings, records()[:4])
+    assert [json.loads(line)["seed"]["number"] for line in found.splitlines()] == [0, 2]
+    assert (report.cut, report.left_out.total(), len(report.left_out)) == (1, 2, 2)
+    kinds[:] = [{"token_ids": ids[:3], "text": tokenizer.decode(ids[:3]), "finish_reason": "length"}] * 5
+    with pytest.raises(ValueError, match=r"expected an answer of up to 12 tokens .*, got one that the server cut off"):
+        write(served, tmp_path / "b.jsonl", Endpoint.connect(config(served)), settings, records()[:1])
 
 
 @pytest.mark.parametrize("url", ["http://a:b@host/v1", "host:8000/v1", "ftp://host/v1", "http://host/v1?key=1", ""])

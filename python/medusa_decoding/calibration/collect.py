@@ -85,7 +85,7 @@ def calibrate(
         writer = Writer(model, tokenizer, settings)
         made = writer.describe(prompts)
         if file is not None and existing is not None and resume:
-            if not progress_file(file).exists():
+            if stated(progress_file(file)) is None:
                 _check_same(file, existing.made, made)
             if existing.texts is not None and {name: existing.made.get(name) for name in made} == made:
                 if stated(progress_file(file)) == made:  # stopped after it had written its result

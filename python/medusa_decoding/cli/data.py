@@ -33,14 +33,17 @@ def run(args: argparse.Namespace) -> int:
         "repeated_prompts": len(records) - len({prompt_key(record.prompt) for record in records}),
     }
     if args.model is not None:
-        from medusa_decoding.checkpoints.pretrained import stated_sizes
+        from medusa_decoding.checkpoints.pretrained import read_generation_config, stated_sizes
+        from medusa_decoding.checks import token_list
         from medusa_decoding.training.data.encoding import ChatEncoder
         from medusa_decoding.training.loop.backbone import load_tokenizer
         from medusa_decoding.training.loop.rows import load_rows
 
         tokenizer = load_tokenizer(config.model)
         encoder, exact = ChatEncoder(tokenizer, args.template), [one for one in records if one.tokens is not None]
-        compared = [(record.where, *encoder.compare(record)) for record in exact]
+        own = read_generation_config(args.model, None, argument="--model") or {}
+        ends = token_list(own.get("eos_token_id"))
+        compared = [(record.where, *encoder.compare(record, ends)) for record in exact]
         found["tokenizer"] = encoder.fingerprint
         found["token_ids_of"] = Counter(one.tokens.tokenizer for one in exact if one.tokens is not None)
         found["answers_without_end"] = sum(cut for _, cut, _ in compared)

@@ -152,6 +152,8 @@ def _check(config: Config, resume: bool, on: str | None) -> int:
     from medusa_decoding.training.loop.schedules import stages
 
     machine = None if on is None else machines.parse(on)
+    if machine is not None and config.model.dtype == "float32":
+        raise ValueError("--on: expected model.dtype bfloat16 (its peaks are those of 16 bits), got float32")
     processes = _processes(config)
     check(config, processes, resume)
     shapes, tokenizer = estimate.shapes_of(config), load_tokenizer(config.model)

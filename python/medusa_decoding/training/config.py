@@ -306,8 +306,9 @@ class Config:
             method, heads = values.get("method"), values.get("heads")
             preset = PRESETS.get(method, {}) if isinstance(method, str) else {}
             output = values.get("output")
-            if isinstance(output, Mapping) and "tensorboard" in output:  # the only tracker of versions up to 0.3
-                output = {"trackers": ["tensorboard"] if output["tensorboard"] else [], **output}
+            if isinstance(output, Mapping) and isinstance(output.get("tensorboard"), bool) and "trackers" not in output:
+                # The only tracker of versions up to 0.3.
+                output = {**output, "trackers": ["tensorboard"] if output["tensorboard"] else []}
                 values = {**values, "output": {name: output[name] for name in output.keys() - {"tensorboard"}}}
             if isinstance(heads, Mapping) and heads.get("initial") is not None:  # trained heads need no first stage
                 preset = preset | {"optimisation": preset.get("optimisation", {}) | {"heads_first_epochs": 0.0}}

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -158,10 +158,13 @@ class ChatEncoder:
         text, _ = self._rendered(messages, tools, add_generation_prompt=True)
         return text, self.template.prompt_tokens(text)
 
-    def compare(self, record: Record) -> tuple[int, bool]:
-        """Return how many answers in exact tokens have no end token, and whether the text next to them is another."""
+    def compare(self, record: Record, ends: Collection[int] = ()) -> tuple[int, bool]:
+        """Return how many answers in exact tokens have no end token, and whether the text next to them is another.
+
+        End tokens are the tokenizer's, the template's, and `ends`.
+        """
         assert record.tokens is not None
-        ids, ends = record.tokens.ids.tolist(), (self.tokenizer.eos_token_id, self.end_of_turn)
+        ids, ends = record.tokens.ids.tolist(), (self.tokenizer.eos_token_id, self.end_of_turn, *ends)
         spans = [(start, end, ids[end - 1] in ends) for start, end in reversed(record.tokens.learnt)]
         written, said = [self.spell(ids).strip()], [(record.text or "").strip()]
         if record.text is None:  # the last answers, if each turn is a record; tokenizers add space

@@ -15,8 +15,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from huggingface_hub import constants
-
 from medusa_decoding.checks import import_library
 from medusa_decoding.training.config import SourceConfig
 
@@ -132,7 +130,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
 def _from_hub(source: SourceConfig, partly: bool) -> Iterator[tuple[str, Any]]:
     datasets = import_library("datasets", f"{source.path}, which is no file and so a hub name")
     options: dict[str, Any] = {"split": source.split, "revision": source.revision}
-    if partly and not constants.HF_HUB_OFFLINE:  # offline, there is only what was downloaded
+    if partly and not datasets.config.HF_HUB_OFFLINE:  # offline, there is only what was downloaded
         options["streaming"] = True
     try:
         for number, row in enumerate(datasets.load_dataset(source.path, source.subset, **options), start=1):

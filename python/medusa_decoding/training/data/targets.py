@@ -102,20 +102,26 @@ def draft_labels(
 
 
 def head_targets(
-    labels: Tensor, heads: MedusaHeads, segments: Tensor | None = None, tokens: Tensor | None = None
+    labels: Tensor,
+    heads: MedusaHeads,
+    segments: Tensor | None = None,
+    tokens: Tensor | None = None,
+    token_map: Tensor | None = None,
 ) -> Targets:
     """Return the targets of all heads (see `draft_labels`), and their parents, k + 1 positions later.
 
     Args:
         labels: int64 [T], see `shifted_labels`.
-        heads: give the number of heads and the token_map.
+        heads: give the number of heads.
         segments: int64 [T], see `shifted_labels`.
         tokens: int64 [T], the token ids of the text, labelled or not; without them there are no parents.
+        token_map: the heads' own on the device of the labels; without it, it is copied there.
 
     Raises:
         ValueError: as `shifted_labels`; tokens of another shape or dtype, or outside the vocabulary.
     """
-    token_map = None if heads.token_map is None else heads.token_map.to(labels.device)
+    if token_map is None and heads.token_map is not None:
+        token_map = heads.token_map.to(labels.device)
     found = draft_labels(labels, heads.num_heads, segments=segments, token_map=token_map)
     parents = None
     if tokens is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -27,12 +28,15 @@ from medusa_decoding.training.data.encoding import ChatEncoder
 NAME, KEY = "generation.endpoint", "OPENAI_API_KEY"
 ATTEMPTS, LONGEST_PAUSE, LONGEST_TOLD = 10, 60.0, 600.0
 """Attempts of a request, about four minutes in all; most seconds before one, and most of a server's `Retry-After`."""
+FULL = 5
+"""Attempts that a 429 counts for at most while other requests are answered: the server's queue is full."""
 SILENCE, MOST_BYTES = 3600.0, 2**26
 """Seconds without a byte after which a connection is broken (answers arrive whole), and most bytes of a response."""
 FORMS: tuple[dict[str, Any], ...] = ({"return_token_ids": True}, {"skip_special_tokens": False}, {})
 """Fields that say in which form answers come; the next ones are asked for if a server lacks the first."""
 _URL = re.compile(r"https?://[\w.\-\[\]:]+(/[^\s?#@]*)?")
 _BROKEN, _pause = re.compile("[\ud800-\udfff\ufffd]"), asyncio.sleep
+_answered = [0]  # requests of this process so far
 
 
 class _Choice(BaseModel):
@@ -40,6 +44,8 @@ class _Choice(BaseModel):
     token_ids: list[Annotated[int, Field(strict=True)]] | None = None
     prompt_token_ids: list[int] | None = None
     finish_reason: str | None = None
+    stop_reason: Any = None  # of vLLM: the end token, or a stop string
+    matched_stop: Any = None  # the same of SGLang
 
 
 class _Completion(BaseModel):
@@ -116,7 +122,8 @@ class ServedAnswers(Answers):
         self._endpoint, self._tokenizer, self._ends = endpoint, encoder.tokenizer, list(ends)
         self._end = self._ends[:1] if encoder.end_of_turn is None else [encoder.end_of_turn]
         self._asked = {"model": endpoint.model, "stop_token_ids": self._ends, **_drawn(config)}
-        self._running, self._most, self._form, self._matched = 0, 2 * slots, 0, False
+        self._running, self._most, self._form = 0, 2 * slots, 0
+        self._matched = self._exact = False
         self._loop, self._free, self._client = asyncio.new_event_loop(), asyncio.Semaphore(slots), _client()
         self._tasks: set[asyncio.Task[Answer]] = set()
 
@@ -149,6 +156,7 @@ class ServedAnswers(Answers):
         ids = self._encoded(asked["prompt"], choice.text) if choice.token_ids is None else choice.token_ids
         if choice.prompt_token_ids not in (None, asked["prompt"]):
             raise ValueError(f"{answer.where}: expected a server that reads a prompt's token ids, got other ids")
+        room = self._endpoint.context_limit - len(asked["prompt"])
         known = all(0 <= token < vocabulary for token in ids or ())
         closed = next((n for n, token in enumerate(ids or (), 1) if token in self._ends), None)
         if ids is None:
@@ -161,9 +169,16 @@ class ServedAnswers(Answers):
                 )
             answer.refused = "an answer's token ids have another text than the server's"
         elif closed is None and choice.finish_reason == "stop" and not answer.exact:
-            ids = ids + self._end
+            told = [token for token in (choice.stop_reason, choice.matched_stop) if token in self._ends]
+            ids = ids + (told or self._end)[:1]
         elif closed is None and choice.finish_reason != "length":
             answer.refused = f"an answer has no end token ({shown(choice.finish_reason)})"
+        elif closed is None and answer.exact and len(ids) < min(asked["max_tokens"], room - 8):
+            # Servers end a few tokens before their context does.
+            raise ValueError(
+                f"{answer.where}: expected an answer of up to {asked['max_tokens']} tokens "
+                f"(generation.max_new_tokens), got one that the server cut off after {len(ids)}: it has a limit of its own"
+            )
         answer.tokens = (ids or [])[:closed]
         if answer.refused is None and not 1 <= len(answer.tokens) <= asked["max_tokens"]:
             answer.refused = "an answer without tokens, or with more than were asked for"
@@ -173,6 +188,7 @@ class ServedAnswers(Answers):
         """Return the answer to a request, in the first of the `FORMS` that the server has."""
         first = asked["seed"] % len(self._endpoint.urls)
         urls = [f"{url}/completions" for url in self._endpoint.urls[first:] + self._endpoint.urls[:first]]
+        aborted = 0
         while True:
             form = self._form
             url, status, content = await _fetch(self._client, urls, {**self._asked, **asked, **FORMS[form]})
@@ -182,9 +198,18 @@ class ServedAnswers(Answers):
                 raise _refusal(url, status, content, where)
             else:
                 (choice,) = _read(_Completion, url, content).choices
-                if choice.token_ids is not None or form > 0:
+                if choice.finish_reason not in ("stop", "length") and aborted + 1 < ATTEMPTS:
+                    aborted += 1  # "abort": the server shuts down, say
+                    await _pause(min(2.0**aborted, LONGEST_PAUSE))
+                elif choice.token_ids is not None or form > 0:
+                    self._exact |= choice.token_ids is not None
                     return choice
-                self._form = max(self._form, 1)
+                elif self._exact:
+                    raise ValueError(
+                        f"{NAME}: expected token ids from {url} as from the others, got none; leave it out"
+                    )
+                else:
+                    self._form = max(self._form, 1)
 
     def _encoded(self, prompt: list[int], text: str) -> list[int] | None:
         """Return the tokens of an answer's text, or None if they have another text after the prompt."""
@@ -199,7 +224,8 @@ class ServedAnswers(Answers):
         texts = self._spell(ids[:-1] if closed else ids, skip_special_tokens=True), choice.text
         own, said = ("".join(text.replace("\ufffd", " ").split()) for text in texts)
         self._matched = self._matched or own == said != ""
-        return own == said
+        at_stop_string = choice.finish_reason == "stop" and not closed  # which the text leaves out
+        return own == said or (at_stop_string and own.startswith(said))
 
     def _spell(self, ids: list[int], skip_special_tokens: bool = False) -> Any:
         return self._tokenizer.decode(ids, skip_special_tokens, clean_up_tokenization_spaces=False)
@@ -250,10 +276,11 @@ async def _fetch(client: Any, urls: Sequence[str], body: Mapping[str, Any] | Non
     """Return the URL that answered, the status and the content; try again after what may pass, at the next URL."""
     import httpx
 
-    url = why = ""
-    for attempt in range(ATTEMPTS):
-        url, content = urls[attempt % len(urls)], bytearray()
+    url, why, attempt = "", "", 0
+    while attempt < ATTEMPTS:
+        url, content, before = urls[attempt % len(urls)], bytearray(), _answered[0]
         pause = min(2.0**attempt, LONGEST_PAUSE)
+        attempt += 1
         try:
             async with client.stream("GET" if body is None else "POST", url, json=body) as response:
                 async for chunk in response.aiter_bytes():
@@ -261,15 +288,23 @@ async def _fetch(client: Any, urls: Sequence[str], body: Mapping[str, Any] | Non
                     if len(content) > MOST_BYTES:
                         raise ValueError(f"{NAME}: expected at most {MOST_BYTES} bytes from {url}, got more")
             if response.status_code != 429 and response.status_code < 500:
+                _answered[0] += 1
                 return url, response.status_code, bytes(content)
-            why, told = f"HTTP {response.status_code}", response.headers.get("Retry-After", "")
+            words = bytes(content[:200]).decode("utf-8", "replace")
+            why, told = f"HTTP {response.status_code}: {words!a}", response.headers.get("Retry-After", "")
             if told.isascii() and told.isdecimal():
                 pause = max(pause, min(float(told), LONGEST_TOLD))
+        except httpx.InvalidURL as error:
+            raise ValueError(f"{NAME}: expected URLs such as http://host:8000/v1, got {url!a} ({error})") from error
         except httpx.RequestError as error:
-            why = f"{type(error).__name__}: {error}"
-        if attempt + 1 < ATTEMPTS:
+            why = f"{type(error).__name__}: {str(error)!a:.200}"
+        if body is None and attempt == 1:
+            print(f"{url}: {why}; trying again for up to four minutes", file=sys.stderr)
+        if attempt < ATTEMPTS:
             await _pause(pause)
-    raise ValueError(f"{NAME}: expected an answer from {url} in {ATTEMPTS} attempts, got {shown(why)}; try --resume")
+        if why.startswith("HTTP 429") and _answered[0] > before:
+            attempt = min(attempt, FULL)
+    raise ValueError(f"{NAME}: expected an answer from {url} in {ATTEMPTS} attempts, got {why}; try --resume")
 
 
 def _read(form: type[Any], url: str, content: bytes) -> Any:

@@ -128,9 +128,9 @@ def memory(config: Config, shapes: Shapes) -> dict[str, int]:
       is trained, n e (20 H + 9 I + A) for every layer (with the adapter's inputs and their dropout); with gradient
       checkpointing, for one layer, and n H e for every layer. The mask of packed rows: n length.
     - heads' states: 4 K n H (3 L + 3), with a root input 4 K n H more.
-    - logits: 12 C V' (logits, exponentials, gradient) and for own projections 2 V' H (chunks that wait for their
-      product) + 4 V' H (one head's operand). If the backbone is trained, 12 C V more; with soft labels 8 C V' + 2 V' H
-      (the teacher's logits, its probabilities, and its operand).
+    - logits: 12 C V' (with softmax and ranks) and for own projections 2 V' H (chunks that wait for their product) + 4 V'
+      H (one head's operand). If the backbone is trained, 12 C V more; with soft labels 8 C V' + 2 V' H (the teacher's
+      logits, its probabilities, and its operand).
 
     Left out: the program itself and its libraries (about 1 GB on the host; about 0.5 GB of a GPU), fragmentation, and
     on the host the best heads so far (4 h, `Trainer.best`) and what a checkpoint is written from.
@@ -396,7 +396,8 @@ def describe_states(config: Config, shapes: Shapes, rows: Rows, pace: Pace) -> s
     count, micro = len(rows.train), config.optimisation.micro_batch_size
     each = config.data.length * shapes.hidden * DTYPES.get(config.model.dtype, torch.bfloat16).itemsize
     return (
-        f"hidden states: {size(count * each)} in {config.data.cache_hidden}, made in the first epoch in about "
+        f"hidden states: {size(count * each)} in {config.data.cache_hidden}, made in the first epoch (or copied from "
+        "those saved with the answers) in about "
         f"{duration(count / micro * pace.backbone)} of it (divided by the number of processes)"
     )
 

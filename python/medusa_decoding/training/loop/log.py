@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -69,8 +70,8 @@ def check_trackers(names: Iterable[str]) -> None:
 def tracked(names: Iterable[str], folder: Path, settings: Mapping[str, Any], done: int) -> Iterator[list[Watcher]]:
     """Start trackers of accelerate, in the main process only, and end them after the block.
 
-    Each gets the settings of the run. Files are in the folder, in one named after the tracker; TensorBoard's continue
-    after `done` steps. Keys and servers are taken from the environment, as each library reads it.
+    Each gets the settings of the run. TensorBoard's and Aim's files are in the folder, in one named after the tracker,
+    and TensorBoard's continue after `done` steps. Keys and servers are taken from the environment.
 
     Yields:
         Watchers of the log.
@@ -96,4 +97,7 @@ def _track(tracker: Any, line: Mapping[str, Any]) -> None:
     values |= {f"rate/{name}": rate for name, rate in line.get("rates", {}).items()}
     for name in ("head_losses", "head_top1"):
         values |= {f"{part}/{name}/{head}": value for head, value in enumerate(line.get(name, ()), start=1)}
-    tracker.log(values, step=line["step"])
+    try:
+        tracker.log(values, step=line["step"])
+    except Exception as error:  # of its library or its server; the log has the line
+        warnings.warn(f"output.trackers: {tracker.name} did not get step {line['step']}: {error}", stacklevel=2)

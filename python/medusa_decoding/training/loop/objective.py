@@ -36,6 +36,7 @@ class Objective(nn.Module):
 
     Attributes:
         joint: whether the backbone (its adapter) is trained now too.
+        token_map: the heads' own on the CPU, for batches with `Texts` there; None without one.
     """
 
     def __init__(self, backbone: TrainingBackbone, heads: MedusaHeads, config: Config) -> None:
@@ -43,6 +44,7 @@ class Objective(nn.Module):
         self.heads = heads
         self.model = backbone.module
         self.joint = False
+        self.token_map: Tensor | None = None
         self._backbone, self._config = backbone, config
         self._weights = head_weights(heads.num_heads, config.loss.head_decay)
 
@@ -86,6 +88,7 @@ class Objective(nn.Module):
             tokens=texts.tokens if heads.parent_rank or heads.root_rank else None,
             embed_tokens=backbone.causal.get_input_embeddings() if heads.root_rank else None,
             segments=segments,
+            token_map=self.token_map,
             lm_head=backbone.to_logits() if heads.shared_projection else None,
             teacher_lm_head=backbone.to_logits() if self._config.loss.targets == "kl" and not measuring else None,
             weights=self._weights,

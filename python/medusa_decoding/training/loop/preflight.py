@@ -80,11 +80,14 @@ def check(config: Config, processes: Processes, resume: bool = False) -> Path | 
         ):
             if broken:
                 raise ValueError(f"{expected} with divided weights, got another")
-    if processes.main:
-        check_trackers(config.output.trackers)
-        if config.output.push_to_hub is not None:
-            _check_push(config, config.output.push_to_hub)
+    processes.by_main(lambda: _check_services(config))
     return start
+
+
+def _check_services(config: Config) -> None:
+    check_trackers(config.output.trackers)
+    if config.output.push_to_hub is not None:
+        _check_push(config, config.output.push_to_hub)
 
 
 def _check_push(config: Config, repo_id: str) -> None:

@@ -12,6 +12,7 @@ import functools
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import zip_longest
 from typing import Any, Literal, TypeVar
 
@@ -50,7 +51,9 @@ class Processes:
             ModuleNotFoundError: accelerate is missing.
             ValueError: divided weights are requested for one process.
         """
-        state = import_library("accelerate", "training").PartialState(cpu=not torch.cuda.is_available())
+        # The main process alone reads and writes checkpoints, and others wait for it.
+        waits = timedelta(hours=6)
+        state = import_library("accelerate", "training").PartialState(cpu=not torch.cuda.is_available(), timeout=waits)
         if state.num_processes > 1:
             atexit.register(_leave)
         elif sharding == "full":
@@ -193,8 +196,8 @@ class Processes:
         """Return a module whose gradients are averaged over the processes; the module itself if that is sharded."""
         if self.size == 1 or self.sharded:
             return module
-        on_gpu = [self.device.index] if self.device.type == "cuda" else None
-        return DistributedDataParallel(module, device_ids=on_gpu, broadcast_buffers=False, init_sync=False)
+        # Views: no second copy of the gradients. Inputs are on the device already.
+        return DistributedDataParallel(module, broadcast_buffers=False, init_sync=False, gradient_as_bucket_view=True)
 
     def fill(self, weight: torch.Tensor, values: torch.Tensor | None) -> None:
         """Copy the main process's values into a weight; all processes must call, the others without values."""

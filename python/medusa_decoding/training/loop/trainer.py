@@ -107,6 +107,7 @@ class Trainer:
         if self.processes.sharded:
             self.processes.shard(self.objective, self.backbone.decoder.layers)
         self._token_map = None if self.heads.token_map is None else self.heads.token_map.cpu()
+        self.objective.token_map = self._token_map
         self._begin_stage(self.stages[0])
 
     # -- the run ---------------------------------------------------------------------------------------------------
@@ -133,16 +134,17 @@ class Trainer:
                 line = self._step(stage, logged)
                 self.at.step += 1
                 self.at.done += 1
+                evaluated = self.at.step % (output.evaluate_steps or self._steps_per_epoch) == 0 or last
+                saved = self.at.done % output.checkpoint_steps == 0 or last
+                if evaluated or saved:
+                    self._check_finite(stage)  # waits for the device: that is time of these steps
                 self.at.seconds += time.monotonic() - started
                 if logged:
                     speed = self.meter(self.at, stage.trains_backbone)
                     self._log(line | {"seconds": round(self.at.seconds, 2)} | speed)
-                evaluated = self.at.step % (output.evaluate_steps or self._steps_per_epoch) == 0 or last
                 if self.held_out is not None and evaluated:
-                    self._check_finite(stage)
                     self._evaluate(stage, self.held_out)
-                if self.at.done % output.checkpoint_steps == 0 or last or self.stopped:
-                    self._check_finite(stage)
+                if saved or self.stopped:
                     self.save()
         if self.best is None:
             return self.measured
@@ -394,10 +396,13 @@ class Trainer:
         return fingerprint(self.rows, {}, labels=True)
 
     def _check_same(self) -> None:
-        """Refuse processes that have read other data or another model; divided weights are the main process's."""
+        """Refuse processes that have other data, model or heads; divided weights are the main process's."""
         held_out = None if self.held_out is None else fingerprint(self.held_out, {}, labels=True)
-        model = None if self.processes.sharded else weights_fingerprint(self.backbone.causal)
-        self.processes.same({"data": (self._data, held_out), "model.name": model})
+        same: dict[str, Any] = {"data": (self._data, held_out)}
+        if not self.processes.sharded:
+            same |= {"model.name": weights_fingerprint(self.backbone.causal)}
+            same |= {"heads.initial": weights_fingerprint(self.heads)}
+        self.processes.same(same)
 
     def _named(self) -> dict[str, nn.Parameter]:
         named = {f"heads.{name}": weight for name, weight in self.heads.named_parameters()}

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from medusa_decoding.training.data.targets import IGNORE
+from medusa_decoding.training.data.targets import IGNORE, send
 from medusa_decoding.training.loss.projections import Projection
 
 CHUNK_ELEMENTS = 2**25
@@ -78,7 +78,7 @@ def chunked_loss(
             raise ValueError(f"{name}: expected shape {list(counts.shape)}, got {list(tensor.shape)}")
     if chunk is not None and chunk < 1:
         raise ValueError(f"chunk: expected at least 1, got {chunk}")
-    scales = weights.to(criterion.sums) / normaliser.to(criterion.sums).clamp(min=1)
+    scales = send(weights.to(criterion.sums.dtype), criterion.sums.device) / normaliser.to(criterion.sums).clamp(min=1)
     wants_gradient = torch.is_grad_enabled() and any(
         tensor.requires_grad for tensor in (states, *projection.parameters)
     )

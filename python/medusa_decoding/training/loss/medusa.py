@@ -45,6 +45,7 @@ def medusa_loss(
     tokens: Tensor | None = None,
     embed_tokens: nn.Module | None = None,
     segments: Tensor | None = None,
+    token_map: Tensor | None = None,
     lm_head: nn.Module | Tensor | None = None,
     teacher_lm_head: nn.Module | Tensor | None = None,
     weights: Tensor | None = None,
@@ -70,6 +71,7 @@ def medusa_loss(
         embed_tokens: the model's input embedding, int64 [P] -> [P, H], which gets no gradient; needed exactly if the
             heads have a root_rank.
         segments: int64 [T], see `shifted_labels`.
+        token_map: see `head_targets`.
         lm_head: the model's own, needed exactly if the heads share it: its weight [V, H], or the module. A module that
             is not a plain Linear without bias (LoRA around it, quantised) is called.
         teacher_lm_head: the backbone's own, as a module or its weight [V, H], called as it is, with any adapter. With
@@ -112,7 +114,7 @@ def medusa_loss(
         raise ValueError(f"embed_tokens: expected {wanted}, got {type(embed_tokens).__name__}")
     check_vector("labels", labels, len(hidden))
     check_range("labels", labels, heads.vocab_size)
-    targets = head_targets(labels, heads, segments, tokens)
+    targets = head_targets(labels, heads, segments, tokens, token_map)
 
     positions = (targets.index != IGNORE).any(0).nonzero().squeeze(1)
     index = send(targets.index.index_select(1, positions), hidden.device)
