@@ -13,6 +13,7 @@ import torch.distributed as dist
 import workshop
 
 from medusa_decoding.checkpoints import pretrained
+from medusa_decoding.training.loop import run as loop
 from medusa_decoding.training.loop.processes import Processes, own
 from medusa_decoding.training.loop.run import train
 from medusa_decoding.training.loop.trainer import Trainer
@@ -54,7 +55,7 @@ def run(job):
 
 
 def check_refusals(base, data, *given):
-    """Have a setting, and then data, that the other process has not: both processes must refuse."""
+    """Have a setting, then data, then heads that the other process has not: both processes must refuse."""
     lines = Path(data).read_text().splitlines(keepends=True)
     own_data = Path("data.jsonl")
     own_data.write_text("".join(lines[RANK:]))
@@ -62,6 +63,17 @@ def check_refusals(base, data, *given):
         config = workshop.config(Path("refused"), base, file, *given, optimisation={"seed": seed})
         with pytest.raises(ValueError, match=f"^{words}: expected the same in all processes, got another in process 1"):
             train(config)
+    make = loop.make_heads
+
+    def other_heads(*given):
+        heads = make(*given)
+        with torch.no_grad():
+            heads.b1 += RANK
+        return heads
+
+    config = workshop.config(Path("refused"), base, data, *given)
+    with patch.object(loop, "make_heads", other_heads), pytest.raises(ValueError, match=r"^heads\.initial: expected"):
+        train(config)
 
 
 def watched(self, module, layers):

@@ -229,7 +229,9 @@ def test_answers_that_a_server_ended_otherwise_are_left_out(served, connect, tmp
     assert [json.loads(line)["seed"]["number"] for line in found.splitlines()] == [0, 2]
     assert (report.cut, report.left_out.total(), len(report.left_out)) == (1, 2, 2)
     kinds[:] = [{"token_ids": ids[:3], "text": tokenizer.decode(ids[:3]), "finish_reason": "length"}] * 5
-    with pytest.raises(ValueError, match=r"expected an answer of up to 12 tokens .*, got one that the server cut off"):
+    with pytest.raises(
+        ValueError, match=r"expected an answer of up to 12 tokens .*, got one that a limit of the server cut off"
+    ):
         write(served, tmp_path / "b.jsonl", Endpoint.connect(config(served)), settings, records()[:1])
 
 

@@ -158,7 +158,7 @@ class ChatEncoder:
         text, _ = self._rendered(messages, tools, add_generation_prompt=True)
         return text, self.template.prompt_tokens(text)
 
-    def compare(self, record: Record, ends: Collection[int] = ()) -> tuple[int, bool]:
+    def compare(self, record: Record, ends: Collection[int | None] = ()) -> tuple[int, bool]:
         """Return how many answers in exact tokens have no end token, and whether the text next to them is another.
 
         End tokens are the tokenizer's, the template's, and `ends`.

@@ -177,7 +177,7 @@ class ServedAnswers(Answers):
             # Servers end a few tokens before their context does.
             raise ValueError(
                 f"{answer.where}: expected an answer of up to {asked['max_tokens']} tokens "
-                f"(generation.max_new_tokens), got one that the server cut off after {len(ids)}: it has a limit of its own"
+                f"(generation.max_new_tokens), got one that a limit of the server cut off after {len(ids)}"
             )
         answer.tokens = (ids or [])[:closed]
         if answer.refused is None and not 1 <= len(answer.tokens) <= asked["max_tokens"]:

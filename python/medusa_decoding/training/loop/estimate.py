@@ -128,7 +128,7 @@ def memory(config: Config, shapes: Shapes) -> dict[str, int]:
       is trained, n e (20 H + 9 I + A) for every layer (with the adapter's inputs and their dropout); with gradient
       checkpointing, for one layer, and n H e for every layer. The mask of packed rows: n length.
     - heads' states: 4 K n H (3 L + 3), with a root input 4 K n H more.
-    - logits: 12 C V' (with softmax and ranks) and for own projections 2 V' H (chunks that wait for their product) + 4 V'
+    - logits: 12 C V' (with softmax, ranks) and for own projections 2 V' H (chunks that wait for their product) + 4 V'
       H (one head's operand). If the backbone is trained, 12 C V more; with soft labels 8 C V' + 2 V' H (the teacher's
       logits, its probabilities, and its operand).
 
