@@ -113,7 +113,7 @@ def companion(path: Path, what: str) -> Path:
 
 
 def _check_same(file: Path, stated: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    for name in sorted({*stated, *settings}):
+    for name in ("model", *sorted({*stated, *settings})):  # another model changes other settings too
         before, now = stated.get(name), settings.get(name)
         if before != now:
             raise ValueError(
