@@ -20,7 +20,7 @@ from medusa_decoding.training.config import Config, LoraConfig, SourceConfig
 if TYPE_CHECKING:
     from medusa_decoding.model import MedusaModel
     from medusa_decoding.training.distill import distill
-    from medusa_decoding.training.distill.shares import Shares
+    from medusa_decoding.training.distill.shards import Shards
 
 FILE = Path("generated") / "records.jsonl"
 
@@ -46,11 +46,11 @@ def run(args: argparse.Namespace) -> int:
 def _run(args: argparse.Namespace, config: Config, processes: Any = None) -> int:
     """Generate in `processes`, or in this one, and then train in them."""
     from medusa_decoding.training.distill.record_file import finished
-    from medusa_decoding.training.distill.shares import Shares
+    from medusa_decoding.training.distill.shards import Shards
 
-    shares = Shares() if processes is None else Shares(processes.rank, processes.size)
+    shards = Shards() if processes is None else Shards(processes.rank, processes.size)
     file = Path(config.output.folder) / FILE
-    shares.check_folder(file.parent)
+    shards.check_folder(file.parent)
     asked = _asked(config)
     figures = None
     if args.resume:  # only the main process needs to see the output folder
@@ -60,9 +60,9 @@ def _run(args: argparse.Namespace, config: Config, processes: Any = None) -> int
             from medusa_decoding.training.loop.preflight import check
 
             check(on_own_data(config, file), processes, args.resume)
-        with only_writer("output.folder", file) if shares.rank == 0 else contextlib.nullcontext():
-            figures = _generate(args, config, file, asked, shares)
-    elif not args.json and shares.rank == 0:
+        with only_writer("output.folder", file) if shards.rank == 0 else contextlib.nullcontext():
+            figures = _generate(args, config, file, asked, shards)
+    elif not args.json and shards.rank == 0:
         print(f"{figures['records']} records are in {file}, all that were asked for", file=sys.stderr)
     summary: dict[str, Any] = {"records": str(file), "generation": figures}
     if not args.only_data:
@@ -71,7 +71,7 @@ def _run(args: argparse.Namespace, config: Config, processes: Any = None) -> int
         except KeyboardInterrupt:
             print("medusa: --resume continues from the last checkpoint", file=sys.stderr)
             raise
-    if args.json and shares.rank == 0:
+    if args.json and shards.rank == 0:
         print(json.dumps(summary))
     return 0
 
@@ -123,7 +123,7 @@ def _asked(config: Config) -> dict[str, Any]:
 
 
 def _generate(
-    args: argparse.Namespace, config: Config, file: Path, asked: dict[str, Any], shares: Shares
+    args: argparse.Namespace, config: Config, file: Path, asked: dict[str, Any], shards: Shards
 ) -> dict[str, Any]:
     import torch
 
@@ -135,15 +135,15 @@ def _generate(
     data, found = config.data, Report()
     seeds = list(read_records(data.train, found, system=data.system, limit=data.limit, seeds=True))
     found.check(data.max_bad_share)
-    quiet = args.json or shares.rank > 0
+    quiet = args.json or shards.rank > 0
     if not quiet:
         print(f"{len(seeds)} seeds; {found}", *config.warnings(), sep="\n", file=sys.stderr)
     tokenizer, served = load_tokenizer(config.model), config.generation.endpoint is not None
-    if data.cache_hidden is not None and not quiet and (served or shares.size > 1):
+    if data.cache_hidden is not None and not quiet and (served or shards.size > 1):
         of = "a server" if served else "several processes"
         print(f"data.cache_hidden: answers of {of} have no hidden states; training computes them", file=sys.stderr)
     model = Endpoint.connect(config) if served else load(config)
-    bar = ProgressBar(len(range(shares.rank, len(seeds), shares.size)))
+    bar = ProgressBar(len(range(shards.rank, len(seeds), shards.size)))
     try:
         report = distill.generate_records(
             model,
@@ -159,7 +159,7 @@ def _generate(
             resume=args.resume,
             asked=asked,
             save_states=data.cache_hidden is not None,
-            shares=shares,
+            shards=shards,
             progress=None if quiet else bar,
         )
     except KeyboardInterrupt:

@@ -37,7 +37,7 @@ from medusa_decoding.training.data.sources import BadRecordError
 from medusa_decoding.training.distill.endpoint import Endpoint, ServedAnswers
 from medusa_decoding.training.distill.record_file import STATES
 from medusa_decoding.training.distill.seeds import Seed
-from medusa_decoding.training.distill.shares import Shares
+from medusa_decoding.training.distill.shards import Shards
 from medusa_decoding.trees.tree import Tree
 
 LIMITS = ("top_p", "top_k", "min_p")
@@ -145,7 +145,7 @@ def generate_records(
     resume: bool = False,
     asked: Any = None,
     save_states: bool = False,
-    shares: Shares | None = None,
+    shards: Shards | None = None,
     progress: Callable[[GenerationReport], None] | None = None,
 ) -> GenerationReport:
     """Have a model answer the user turns of seeds, and write one record per answered seed.
@@ -161,8 +161,8 @@ def generate_records(
     `record_file.finished`; `progress` is called with the report so far after each answer. See `ChatEncoder` for the
     template and its arguments.
 
-    With several processes in `shares`, all of them call this, and each answers its share of the seeds with a copy of
-    the model. They keep no states. `progress` is about the share, the final report about all seeds.
+    With several processes in `shards`, all of them call this, and each answers its shard of the seeds with a copy of
+    the model. They keep no states. `progress` is about the shard, the final report about all seeds.
 
     Returns:
         The final report, which is also written next to the file.
@@ -175,22 +175,22 @@ def generate_records(
         MemoryError: the cache of `batch_size` answers of the longest length does not fit.
     """
     how = Distillation(model, tokenizer, settings, template, turns, arguments, length)
-    shares = Shares() if shares is None else shares
-    with shares.opened(out, how.depends_on(), resume) as file:
+    shards = Shards() if shards is None else shards
+    with shards.opened(out, how.depends_on(), resume) as file:
         report = GenerationReport()
         for written in file.earlier:
-            if shares.mine(written["seed"]["number"]):
+            if shards.mine(written["seed"]["number"]):
                 report.add(written)
         report.before = report.records
         if progress is not None:
             progress(report)
         waiting: Iterator[Seed] = (
-            seed for seed in _encoded(seeds, how, report, shares) if not file.has(seed.number, seed.digest)
+            seed for seed in _encoded(seeds, how, report, shards) if not file.has(seed.number, seed.digest)
         )
         if (first := next(waiting, None)) is not None:
             waiting = itertools.chain([first], waiting)
             saved = None
-            if save_states and shares.size == 1 and isinstance(model, MedusaModel) and model.heads is None:
+            if save_states and shards.size == 1 and isinstance(model, MedusaModel) and model.heads is None:
                 weight = model.backbone.causal_lm.model.norm.weight
                 saved = AnswerStates(companion(out, STATES), len(weight), weight.dtype)
             with how.answers(states=saved is not None) as answers:
@@ -203,8 +203,8 @@ def generate_records(
                         report.add(record)
                     if progress is not None:
                         progress(report)
-        report = GenerationReport.total(shares.gather(report))
-        shares.finish(report.as_json(), asked)
+        report = GenerationReport.total(shards.gather(report))
+        shards.finish(report.as_json(), asked)
         return report
 
 
@@ -280,9 +280,9 @@ class Distillation:
             yield seed
 
 
-def _encoded(seeds: Iterable[Record], how: Distillation, report: GenerationReport, shares: Shares) -> Iterator[Seed]:
+def _encoded(seeds: Iterable[Record], how: Distillation, report: GenerationReport, shards: Shards) -> Iterator[Seed]:
     for number, record in enumerate(seeds):
-        if not shares.mine(number):
+        if not shards.mine(number):
             continue
         report.seeds += 1
         try:

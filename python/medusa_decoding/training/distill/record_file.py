@@ -25,7 +25,7 @@ class RecordFile(ResumableFile):
 
     Attributes:
         earlier: the records of the earlier runs that this one continues (`resume`), without their tokens.
-        target: what `append` writes to: the file itself, or a part of it (see `shares`).
+        target: what `append` writes to: the file itself, or a part of it (see `shards`).
 
     Raises:
         ValueError: there are records and `resume` is not set; their settings differ; a damaged file.

@@ -1,4 +1,4 @@
-"""Divide seeds over the processes of a run: each appends to a part of the file of records, which the main one joins.
+"""Shard seeds over the processes of a run: each appends to a part of the file of records, which the main one joins.
 
 The parts are `records.jsonl.part-0` and so on. A run begins by joining the parts that a stopped one left, so it may
 have another number of processes.
@@ -22,7 +22,7 @@ from medusa_decoding.training.distill.record_file import RecordFile
 T = TypeVar("T")
 
 
-class Shares:
+class Shards:
     """This process, its `rank` from 0 (the main one), among the `size` ones that answer seeds together.
 
     With several processes, torch's process group must exist, and each method must be called by all of them.
@@ -31,7 +31,7 @@ class Shares:
     def __init__(self, rank: int = 0, size: int = 1) -> None:
         self.rank, self.size = rank, size
         self._whole: RecordFile  # of the main process
-        # One share may end hours before another one. Other groups wait for minutes.
+        # One shard may end days before another one. Other groups wait for hours.
         self._group = dist.new_group(backend="gloo", timeout=timedelta(days=30)) if size > 1 else None
 
     def mine(self, number: int) -> bool:
