@@ -138,7 +138,8 @@ def _train(
     if start is not None:
         trainer.resume(start)
         announce(f"continues from {start}")
-    trainer.meter = Meter(config, trainer.states, rows.learnt, processes, trainer.at)
+    if processes.main:  # the others write no log
+        trainer.meter = Meter(config, trainer.states, rows.learnt, processes, trainer.at)
     announce(f"{trainer.steps} steps: " + ", ".join(f"{stage.steps} {stage.name}" for stage in trainer.stages))
     names = config.output.trackers if processes.main else ()
     values = {key: config_schema.value_text(value) for key, value in config_schema.flat(config).items()}

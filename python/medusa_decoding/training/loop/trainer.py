@@ -106,8 +106,7 @@ class Trainer:
             self._check_same()
         if self.processes.sharded:
             self.processes.shard(self.objective, self.backbone.decoder.layers)
-        self._token_map = None if self.heads.token_map is None else self.heads.token_map.cpu()
-        self.objective.token_map = self._token_map
+        self.objective.token_map = None if self.heads.token_map is None else self.heads.token_map.cpu()
         self._begin_stage(self.stages[0])
 
     # -- the run ---------------------------------------------------------------------------------------------------
@@ -272,7 +271,7 @@ class Trainer:
             self._begin_stage(self.stages[stage])
         numbers = self._rows_of_step(0)[: self.config.optimisation.micro_batch_size]
         counts = count_targets(
-            collate([self.rows[number] for number in numbers]), self.heads.num_heads, self._token_map
+            collate([self.rows[number] for number in numbers]), self.heads.num_heads, self.objective.token_map
         )
         self.objective.train()
         start = now()
@@ -310,7 +309,7 @@ class Trainer:
         counts = None
         if place == 0:  # every process reads all rows for it
             every = collate([self.rows[number] for number in numbers])
-            counts = count_targets(every, self.heads.num_heads, self._token_map)
+            counts = count_targets(every, self.heads.num_heads, self.objective.token_map)
         mine = self._micro_batches(numbers)[place]
         batch = self._on_host(mine, self.rows)
         states = self.states.get(mine, self.processes.device.type == "cuda") if self.states and mine else None
