@@ -36,7 +36,6 @@ FORMS: tuple[dict[str, Any], ...] = ({"return_token_ids": True}, {"skip_special_
 """Fields that say in which form answers come; the next ones are asked for if a server lacks the first."""
 _URL = re.compile(r"https?://[\w.\-\[\]:]+(/[^\s?#@]*)?")
 _BROKEN, _pause = re.compile("[\ud800-\udfff\ufffd]"), asyncio.sleep
-_answered = [0]  # requests of this process so far
 
 
 class _Choice(BaseModel):
@@ -124,7 +123,7 @@ class ServedAnswers(Answers):
         self._asked = {"model": endpoint.model, "stop_token_ids": self._ends, **_drawn(config)}
         self._running, self._most, self._form = 0, 2 * slots, 0
         self._matched = self._exact = False
-        self._loop, self._free, self._client = asyncio.new_event_loop(), asyncio.Semaphore(slots), _client()
+        self._loop, self._free, self._client = asyncio.new_event_loop(), asyncio.Semaphore(slots), _Client()
         self._tasks: set[asyncio.Task[Answer]] = set()
 
     def ask(self, answer: Answer, prompt: Sequence[int], **settings: Any) -> None:
@@ -191,7 +190,7 @@ class ServedAnswers(Answers):
         aborted = 0
         while True:
             form = self._form
-            url, status, content = await _fetch(self._client, urls, {**self._asked, **asked, **FORMS[form]})
+            url, status, content = await self._client.fetch(urls, {**self._asked, **asked, **FORMS[form]})
             if status in (400, 422) and any(name.encode() in content for name in FORMS[form]):
                 self._form = max(self._form, form + 1)
             elif status != 200:
@@ -241,7 +240,7 @@ class ServedAnswers(Answers):
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
-            await self._client.aclose()
+            await self._client.http.aclose()
 
         self._loop.run_until_complete(end())
         self._loop.close()
@@ -258,53 +257,56 @@ def _drawn(config: GenerationConfig) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _client() -> Any:
-    httpx, key = import_library("httpx", "answers from a server"), os.environ.get(KEY, "").strip()
-    if key and not (key.isascii() and key.isprintable()):
-        raise ValueError(f"{KEY}: expected printable ASCII, got other characters")
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
-    limits, timeout = httpx.Limits(max_connections=None), httpx.Timeout(SILENCE, connect=30.0)
-    return httpx.AsyncClient(headers=headers, limits=limits, timeout=timeout)
+class _Client:
+    """Sends requests, with the key if there is one, and tries again after what may pass."""
+
+    def __init__(self) -> None:
+        httpx, key = import_library("httpx", "answers from a server"), os.environ.get(KEY, "").strip()
+        if key and not (key.isascii() and key.isprintable()):
+            raise ValueError(f"{KEY}: expected printable ASCII, got other characters")
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        limits, timeout = httpx.Limits(max_connections=None), httpx.Timeout(SILENCE, connect=30.0)
+        self.http, self._answered = httpx.AsyncClient(headers=headers, limits=limits, timeout=timeout), 0
+
+    async def fetch(self, urls: Sequence[str], body: Mapping[str, Any] | None = None) -> tuple[str, int, bytes]:
+        """Return the URL that answered, the status and the content; each attempt is at the next URL."""
+        import httpx
+
+        url, why, attempt = "", "", 0
+        while attempt < ATTEMPTS:
+            url, content, before = urls[attempt % len(urls)], bytearray(), self._answered
+            pause = min(2.0**attempt, LONGEST_PAUSE)
+            attempt += 1
+            try:
+                async with self.http.stream("GET" if body is None else "POST", url, json=body) as response:
+                    async for chunk in response.aiter_bytes():
+                        content += chunk
+                        if len(content) > MOST_BYTES:
+                            raise ValueError(f"{NAME}: expected at most {MOST_BYTES} bytes from {url}, got more")
+                if response.status_code != 429 and response.status_code < 500:
+                    self._answered += 1
+                    return url, response.status_code, bytes(content)
+                words = bytes(content[:200]).decode("utf-8", "replace")
+                why, told = f"HTTP {response.status_code}: {words!a}", response.headers.get("Retry-After", "")
+                if told.isascii() and told.isdecimal():
+                    pause = max(pause, min(float(told), LONGEST_TOLD))
+            except httpx.InvalidURL as error:
+                raise ValueError(f"{NAME}: expected URLs such as http://host:8000/v1, got {url!a} ({error})") from error
+            except httpx.RequestError as error:
+                why = f"{type(error).__name__}: {str(error)!a:.200}"
+            if body is None and attempt == 1:
+                print(f"{url}: {why}; trying again for up to four minutes", file=sys.stderr)
+            if attempt < ATTEMPTS:
+                await _pause(pause)
+            if why.startswith("HTTP 429") and self._answered > before:
+                attempt = min(attempt, FULL)
+        raise ValueError(f"{NAME}: expected an answer from {url} in {ATTEMPTS} attempts, got {why}; try --resume")
 
 
 async def _get(urls: Sequence[str]) -> list[tuple[str, int, bytes]]:
-    async with _client() as client:
-        return [await _fetch(client, [url]) for url in urls]
-
-
-async def _fetch(client: Any, urls: Sequence[str], body: Mapping[str, Any] | None = None) -> tuple[str, int, bytes]:
-    """Return the URL that answered, the status and the content; try again after what may pass, at the next URL."""
-    import httpx
-
-    url, why, attempt = "", "", 0
-    while attempt < ATTEMPTS:
-        url, content, before = urls[attempt % len(urls)], bytearray(), _answered[0]
-        pause = min(2.0**attempt, LONGEST_PAUSE)
-        attempt += 1
-        try:
-            async with client.stream("GET" if body is None else "POST", url, json=body) as response:
-                async for chunk in response.aiter_bytes():
-                    content += chunk
-                    if len(content) > MOST_BYTES:
-                        raise ValueError(f"{NAME}: expected at most {MOST_BYTES} bytes from {url}, got more")
-            if response.status_code != 429 and response.status_code < 500:
-                _answered[0] += 1
-                return url, response.status_code, bytes(content)
-            words = bytes(content[:200]).decode("utf-8", "replace")
-            why, told = f"HTTP {response.status_code}: {words!a}", response.headers.get("Retry-After", "")
-            if told.isascii() and told.isdecimal():
-                pause = max(pause, min(float(told), LONGEST_TOLD))
-        except httpx.InvalidURL as error:
-            raise ValueError(f"{NAME}: expected URLs such as http://host:8000/v1, got {url!a} ({error})") from error
-        except httpx.RequestError as error:
-            why = f"{type(error).__name__}: {str(error)!a:.200}"
-        if body is None and attempt == 1:
-            print(f"{url}: {why}; trying again for up to four minutes", file=sys.stderr)
-        if attempt < ATTEMPTS:
-            await _pause(pause)
-        if why.startswith("HTTP 429") and _answered[0] > before:
-            attempt = min(attempt, FULL)
-    raise ValueError(f"{NAME}: expected an answer from {url} in {ATTEMPTS} attempts, got {why}; try --resume")
+    client = _Client()
+    async with client.http:
+        return [await client.fetch([url]) for url in urls]
 
 
 def _read(form: type[Any], url: str, content: bytes) -> Any:
