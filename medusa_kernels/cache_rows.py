@@ -21,6 +21,11 @@ def row_width(head_dim: int, dtype: torch.dtype) -> int:
     return head_dim + SCALE_BYTES if dtype == torch.int8 else head_dim
 
 
+def head_size(cache: Tensor) -> int:
+    """Return D, the numbers of a head, of a cache `[.., D]`, or int8 `[.., D + 4]`."""
+    return cache.shape[-1] - (SCALE_BYTES if cache.dtype == torch.int8 else 0)
+
+
 def quantised_rows(rows: Tensor) -> Tensor:
     """Return rows of a cache, int8 `[.., D + 4]`, for keys or values `[.., D]`."""
     rows = rows.float()

@@ -11,11 +11,13 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
 from medusa_kernels import _checks, _cpu, quantised, reference
 from medusa_kernels._registry import Implementation, register, served_by, triton_or
 
+ACTIVATIONS = ("silu", "gelu_tanh")
+"""Activations of a gate."""
 MOST_WEIGHTS = 3
 MOST_ROWS = 64
 """Rows up to which the Triton kernel streams the weights; with more, reading the weights is no longer the limit."""
@@ -34,6 +36,8 @@ def decode_linear(
     parts: int = 1,
     zeros: Sequence[Tensor] | None = None,
     codes: str = "int4",
+    activation: str = "silu",
+    factor: float = 1.0,
 ) -> Tensor:
     """Return `x W^T + b` for each weight side by side; gated, `SiLU(x Wg^T + bg) * (x Wu^T + bu)` (Shazeer 2020).
 
@@ -53,6 +57,9 @@ def decode_linear(
             Not with `gate` or `residual`. `linear_parts` says how many are best.
         zeros: for each weight uint8 `[N_i, K / g]`, the zero points of int4 codes; None: 8.
         codes: what 4-bit codes stand for: "int4", "nf4" or "fp4".
+        activation: of the gate: "silu", or "gelu_tanh" (Gemma), the approximation
+            `x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3))` (Hendrycks and Gimpel, arXiv:1606.08415).
+        factor: of the products with their biases, before the residual is added (Granite). 1 with `gate`.
 
     Returns:
         `[..., sum of N_i]` in the order of the weights (gated: `[..., N]`), dtype of x, a new contiguous tensor.
@@ -97,11 +104,13 @@ def decode_linear(
     if residual is not None:
         width = sum(weight.shape[0] for weight in weights)
         _checks.match("residual", residual, (*x.shape[:-1], width), "x", x)
+    _checks.require(activation in ACTIVATIONS, "activation", " or ".join(ACTIVATIONS), activation)
+    _checks.require(factor == 1.0 or not gate, "factor", "1 with gate", factor)
     bias_list = None if biases is None else list(biases)
     scale_list, zero_list = (None if given is None else list(given) for given in (scales, zeros))
     return torch.ops.medusa_kernels.decode_linear.default(
         x, list(weights), bias_list, gate=gate, residual=residual, scales=scale_list, parts=parts, zeros=zero_list,
-        codes=codes,
+        codes=codes, activation=activation, factor=factor,
     )  # fmt: skip
 
 
@@ -125,14 +134,17 @@ def linear_parts(x: Tensor, out_features: int, weight: Tensor | None = None, sca
 
 
 def with_linear(
-    x, weights, biases=None, *, gate=False, residual=None, scales=None, parts=1, zeros=None, codes="int4"
+    x, weights, biases=None, *, gate=False, residual=None, scales=None, parts=1, zeros=None, codes="int4",
+    activation="silu", factor=1.0,
 ):  # fmt: skip
     """Run the op as matrix products in the dtype of x, each written to its place in the result, on any device.
 
     Of weights in 4 or 8 bits one at a time is dequantised.
     """
     if parts > 1:
-        return reference.decode_linear(x, weights, biases, scales=scales, parts=parts, zeros=zeros, codes=codes)
+        return reference.decode_linear(
+            x, weights, biases, scales=scales, parts=parts, zeros=zeros, codes=codes, factor=factor
+        )
     rows, count = x.reshape(-1, x.shape[-1]), len(weights)
     sizes = [weight.shape[0] for weight in weights]
     out = x.new_empty(rows.shape[0], sum(sizes))
@@ -143,22 +155,28 @@ def with_linear(
             torch.mm(rows, weight.T, out=part)
         else:
             torch.addmm(bias, rows, weight.T, out=part)
+    if factor != 1.0:
+        out *= factor
     if residual is not None:
         out += residual.reshape(out.shape)
     if gate:
         first, second = out.split(sizes, 1)
-        out = silu(first).mul_(second)
+        out = (silu(first) if activation == "silu" else gelu(first, approximate="tanh")).mul_(second)
     return out.view(*x.shape[:-1], out.shape[1])
 
 
-def _native(x, weights, biases=None, *, gate=False, residual=None, scales=None, parts=1, zeros=None, codes="int4"):
+def _native(
+    x, weights, biases=None, *, gate=False, residual=None, scales=None, parts=1, zeros=None, codes="int4",
+    activation="silu", factor=1.0,
+):  # fmt: skip
     """Run the op by the C++ library, on a CPU."""
     rows = x.numel() // max(1, x.shape[-1])
     few = 0 < rows <= MOST_ROWS_CPU and x.dtype in _cpu.ACTIVATIONS and x.shape[-1] > 0
     if not few or parts > 1:
         return with_linear(
-            x, weights, biases, gate=gate, residual=residual, scales=scales, parts=parts, zeros=zeros, codes=codes
-        )
+            x, weights, biases, gate=gate, residual=residual, scales=scales, parts=parts, zeros=zeros, codes=codes,
+            activation=activation, factor=factor,
+        )  # fmt: skip
     width = weights[0].shape[0] if gate else sum(weight.shape[0] for weight in weights)
     out = x.new_empty(*x.shape[:-1], width)
     # Held until the call has returned.
@@ -198,5 +216,6 @@ register(
     cuda=_choose,
     # Optional lists of optional tensors are not among the types that PyTorch infers.
     schema="(Tensor x, Tensor[] weights, Tensor?[]? biases=None, *, bool gate=False, Tensor? residual=None, "
-    'Tensor[]? scales=None, int parts=1, Tensor[]? zeros=None, str codes="int4") -> Tensor',
+    'Tensor[]? scales=None, int parts=1, Tensor[]? zeros=None, str codes="int4", str activation="silu", '
+    "float factor=1.0) -> Tensor",
 )

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from medusa_kernels import _checks, _cpu, cache_rows, quantised, reference
 from medusa_kernels._registry import Implementation, register
 from medusa_kernels.add_rms_norm import add_rms_norm
-from medusa_kernels.decode_linear import MOST_ROWS_CPU, decode_linear
+from medusa_kernels.decode_linear import ACTIVATIONS, MOST_ROWS_CPU, decode_linear
 from medusa_kernels.rope_append import rope_append
 from medusa_kernels.tree_attention import tree_attention
 
@@ -49,19 +49,28 @@ class LayerWeights:
     """The weights of one decoder layer, each contiguous.
 
     Attributes:
-        input_norm: `[H]`, of the norm before attention.
-        post_norm: `[H]`, of the norm before the MLP.
+        input_norm: `[H]`, of the norm before attention, or None.
+        post_norm: `[H]`, of the norm before the MLP, or None.
         projections: q `[Hq D, H]`, k and v `[Hkv D, H]`, o `[H, Hq D]`, gate and up `[I, H]`, down `[H, I]`. q, k and v
             have the same form, and gate and up.
-        q_norm: `[D]`, of the norm of each query head, or None.
-        k_norm: `[D]`, of the norm of each key head, or None.
+        q_norm: `[D]`, of the norm of each query head, or `[Hq D]`, of all together, or None.
+        k_norm: `[D]`, of the norm of each key head, or `[Hkv D]`, of all together, or None; with q_norm, of its kind.
+        attention_norm: `[H]`, of the norm of what attention adds, or None.
+        mlp_norm: `[H]`, of the norm of what the MLP adds, or None.
     """
 
-    input_norm: Tensor
-    post_norm: Tensor
+    input_norm: Tensor | None
+    post_norm: Tensor | None
     projections: Sequence[Projection]
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
+    attention_norm: Tensor | None = None
+    mlp_norm: Tensor | None = None
+
+    @property
+    def norms(self) -> tuple[Tensor | None, ...]:
+        """The norms in the order of the enum Slot of csrc/cpu/ops.h."""
+        return self.input_norm, self.post_norm, self.q_norm, self.k_norm, self.attention_norm, self.mlp_norm
 
 
 def packed(layers: Sequence[LayerWeights], final_norm: Tensor) -> tuple[list[Tensor], list[int]]:
@@ -74,8 +83,8 @@ def packed(layers: Sequence[LayerWeights], final_norm: Tensor) -> tuple[list[Ten
     weights: list[Tensor] = []
     forms: list[int] = []
     for index, layer in enumerate(layers):
-        _check_sizes(index, layer, layers[0])
-        slots: list[Tensor | None] = [layer.input_norm, layer.post_norm, layer.q_norm, layer.k_norm]
+        _check_sizes(index, layer, layers[0], final_norm)
+        slots = list(layer.norms)
         form = 0
         for place, projection in enumerate(layer.projections):
             *tensors, codes = projection
@@ -83,36 +92,31 @@ def packed(layers: Sequence[LayerWeights], final_norm: Tensor) -> tuple[list[Ten
             form |= quantised.CODES.index(codes) << reference.SLOTS + reference.KIND_BITS * place
         forms.append(form + sum(1 << slot for slot, tensor in enumerate(slots) if tensor is not None))
         weights += [tensor for tensor in slots if tensor is not None]
-    if layers:
-        first = layers[0].input_norm
-        _checks.match("final_norm", final_norm, tuple(first.shape), "layers[0]", first)
-        _checks.contiguous("final_norm", final_norm)
+    _checks.contiguous("final_norm", final_norm)
     return [*weights, final_norm], forms
 
 
-def _check_sizes(index: int, layer: LayerWeights, first: LayerWeights) -> None:
-    (width,), heads = first.input_norm.shape, first.projections[0].weight.shape[0]
+def _check_sizes(index: int, layer: LayerWeights, first: LayerWeights, final_norm: Tensor) -> None:
+    (width,), heads = final_norm.shape, first.projections[0].weight.shape[0]
     kv_width, inner = first.projections[1].weight.shape[0], first.projections[4].weight.shape[0]
     rows = (heads, kv_width, kv_width, width, inner, inner, width)
     columns = (width, width, width, heads, width, width, inner)
-    dtype = first.input_norm.dtype
-    expected: list[tuple[Tensor | None, tuple[int | str, ...], torch.dtype]] = [
-        (layer.input_norm, (width,), dtype), (layer.post_norm, (width,), dtype),
-        (layer.q_norm, ("D",), dtype), (layer.k_norm, ("D",), dtype),
-    ]  # fmt: skip
-    for tensor, size, wanted in expected:
+    sizes = ((width,), (width,), ("D",), ("D",), (width,), (width,))
+    for tensor, size in zip(layer.norms, sizes, strict=True):
         if tensor is not None:
-            _checks.typed(f"layers[{index}]", tensor, size, wanted, "layers[0]", first.input_norm)
+            _checks.typed(f"layers[{index}]", tensor, size, final_norm.dtype, "final_norm", final_norm)
             _checks.contiguous(f"layers[{index}]", tensor)
+    pair = (layer.q_norm is None) == (layer.k_norm is None)
+    _checks.require(pair, f"layers[{index}]", "both of q_norm and k_norm, or neither", "one")
     for place, (projection, n, k) in enumerate(zip(layer.projections, rows, columns, strict=True)):
-        name, like = f"layers[{index}].projections[{place}]", first.input_norm
+        name, like = f"layers[{index}].projections[{place}]", final_norm
         weight, bias, scale, zero, codes = projection
-        quantised.check((name, f"{name}.scale", f"{name}.zero"), weight, scale, zero, codes, (n, k), "layers[0]", like)
+        quantised.check((name, f"{name}.scale", f"{name}.zero"), weight, scale, zero, codes, (n, k), "final_norm", like)
         _checks.contiguous(name, weight)
         if scale is not None:
             _checks.dtype(f"{name}.scale", scale, torch.float32)
         if bias is not None:
-            _checks.match(f"{name}.bias", bias, (n,), "layers[0]", like)
+            _checks.match(f"{name}.bias", bias, (n,), "final_norm", like)
             _checks.contiguous(f"{name}.bias", bias)
         other = layer.projections[0 if place < 3 else 4 if place in (4, 5) else place].form
         _checks.require(projection.form == other, name, f"the form {other} of the weights beside it", projection.form)
@@ -133,12 +137,18 @@ def decoder_layers(
     eps: float,
     scale: float,
     slots: Tensor | None = None,
+    norm_offset: float | None = None,
+    activation: str = "silu",
+    factor: float = 1.0,
+    softcap: float | None = None,
+    tables: Sequence[int] | None = None,
 ) -> Tensor:
     """Run embedded nodes through all layers and the final norm, and append their keys and values to the cache.
 
     A layer is `add_rms_norm`, `decode_linear` of q, k and v, the norms of their heads, `rope_append`, `tree_attention`,
     `decode_linear` with the residual, `add_rms_norm`, the gated `decode_linear` of the MLP and that with the residual;
-    each result is rounded as that op rounds it.
+    each result is rounded as that op rounds it. Norms that a layer lacks are left out. With a norm of what attention
+    or MLP adds, `decode_linear` has no residual, and `add_rms_norm` norms its result and adds it.
 
     Args:
         hidden: embedded tokens `[B, N, H]`; fp16, bf16 or fp32.
@@ -147,7 +157,8 @@ def decoder_layers(
         kv: the cache `[L, 2, B, Hkv, S, D]`, dtype of hidden, or int8 `[.., D + 4]` (see `medusa_kernels.cache_rows`);
             contiguous, or neighbouring sequences of a contiguous one; with `slots`, of any number of sequences.
             Mutated: rows `cache_lens[b]` to `cache_lens[b] + N` of every layer.
-        cos: table `[P, D]` or `[B, P, D]`, contiguous, dtype of hidden.
+        cos: table `[P, R]` or `[B, P, R]`, with `tables` one more axis before these; contiguous, dtype of hidden. The
+            first R numbers of each head are rotated, as by `rope_append`.
         sin: like `cos`.
         cache_lens: int32 `[B]`, rows already cached; not changed.
         depths: int32 `[N]` or `[B, N]`, each node's position relative to `cache_lens`.
@@ -157,6 +168,11 @@ def decoder_layers(
         scale: factor of the attention scores.
         slots: int32 `[B]`, which sequence of the cache belongs to each batch row, each at most once. None: sequence b
             to row b.
+        norm_offset: of all norms, as in `add_rms_norm`.
+        activation: of the MLP's gate, as in `decode_linear`.
+        factor: of what attention and MLP add to the hidden states, as in `decode_linear`.
+        softcap: of the attention scores, as in `tree_attention`, or None.
+        tables: which of several tables cos[i] and sin[i] each layer has; None: cos and sin are one table.
 
     Returns:
         The hidden states after the final norm, `[B, N, H]`, a new contiguous tensor.
@@ -170,12 +186,13 @@ def decoder_layers(
     batch, nodes, width = hidden.shape
     _checks.dtype("hidden", hidden, *_checks.FLOATS)
     count = len(forms)
-    head_dim = cos.shape[-1]
+    head_dim = cache_rows.head_size(kv)
     sequences = _checks.slots_axis("hidden", hidden, batch, slots)
     cache_rows.check("kv", kv, (count, 2, sequences, "Hkv", "S", head_dim), "hidden", hidden)
     _checks.cache_slots("kv", kv)
-    tables = ("P", head_dim) if cos.dim() == 2 else (batch, "P", head_dim)
-    for name, table, shape in (("cos", cos, tables), ("sin", sin, cos.shape)):
+    several: tuple[int | str, ...] = () if tables is None else ("T",)
+    table_shape = (*several, "P", "R") if cos.dim() == 2 + len(several) else (*several, batch, "P", "R")
+    for name, table, shape in (("cos", cos, table_shape), ("sin", sin, cos.shape)):
         _checks.match(name, table, shape, "hidden", hidden)
         _checks.contiguous(name, table)
     _checks.typed("cache_lens", cache_lens, (batch,), torch.int32, "hidden", hidden)
@@ -184,12 +201,21 @@ def decoder_layers(
     sets = (nodes, words) if ancestors.dim() == 2 else (batch, nodes, words)
     _checks.typed("ancestors", ancestors, sets, torch.int64, "hidden", hidden)
     _checks.require(len(windows) == count, "windows", f"{count}, one per layer", len(windows))
+    rotated = cos.shape[-1]
+    fits = 0 < rotated <= head_dim and rotated % 2 == 0
+    _checks.require(fits, "cos", f"an even number of columns up to the head size {head_dim}", rotated)
+    _checks.require(activation in ACTIVATIONS, "activation", " or ".join(ACTIVATIONS), activation)
+    _checks.require(softcap is None or softcap > 0, "softcap", "a positive number or None", softcap)
+    if tables is not None:
+        of_each = len(tables) == count and all(0 <= table < len(cos) for table in tables)
+        _checks.require(of_each, "tables", f"{count} numbers below {len(cos)}, one per layer", tables)
     held = sum((form & _SLOT_BITS).bit_count() for form in forms) + 1
     _checks.require(len(weights) == held, "weights", f"{held} tensors, as forms has", len(weights))
     _checks.match("weights[-1]", weights[-1], (width,), "hidden", hidden)
     return torch.ops.medusa_kernels.decoder_layers.default(
         hidden, list(weights), list(forms), kv, cos, sin, cache_lens, depths, ancestors,
-        windows=list(windows), eps=eps, scale=scale, slots=slots,
+        windows=list(windows), eps=eps, scale=scale, slots=slots, norm_offset=norm_offset, activation=activation,
+        factor=factor, softcap=softcap, tables=None if tables is None else list(tables),
     )  # fmt: skip
 
 
@@ -207,7 +233,7 @@ _composed = functools.partial(reference.layers_by, _PublicOps)
 
 _SLOT_BITS = 2**reference.SLOTS - 1
 _PROJECTION = 4
-"""Slots of a projection: weight, bias, scale and zero points. Those of the norms are as many."""
+"""Slots of a projection: weight, bias, scale and zero points; those of the norms come first."""
 
 
 class _Layout(NamedTuple):
@@ -223,7 +249,7 @@ class _Layout(NamedTuple):
 def _layout(forms: tuple[int, ...]) -> _Layout:
     slots = reference.SLOTS
     places = [layer * slots + slot for layer, form in enumerate(forms) for slot in range(slots) if form >> slot & 1]
-    return _Layout(tuple(places), *(places.index(4 + _PROJECTION * place) for place in (0, 1, 4)))
+    return _Layout(tuple(places), *(places.index(reference.NORMS + _PROJECTION * place) for place in (0, 1, 4)))
 
 
 class _Tables(NamedTuple):
@@ -257,8 +283,8 @@ def _tables(weights: tuple[Tensor, ...], forms: tuple[int, ...], head_dim: int) 
         if slot in (2, 3) and len(weight) != head_dim:
             raise ValueError(f"weights: expected norms of heads of size {head_dim}, got one of {len(weight)}")
         table[place] = addresses[index]
-        if slot >= 4 and slot % _PROJECTION == 0:
-            projection = slot // _PROJECTION - 1
+        projection, member = divmod(slot - reference.NORMS, _PROJECTION)
+        if projection >= 0 and member == 0:
             kind = 2 * (7 * layer + projection)
             kinds[kind] = _cpu.weight_type(weight, reference.codes_of(forms[layer], projection))
             if weight.dtype == torch.uint8:
@@ -271,17 +297,27 @@ def _tables(weights: tuple[Tensor, ...], forms: tuple[int, ...], head_dim: int) 
 
 
 def _native(
-    hidden, weights, forms, kv, cos, sin, cache_lens, depths, ancestors, *, windows, eps, scale, slots=None
+    hidden, weights, forms, kv, cos, sin, cache_lens, depths, ancestors, *, windows, eps, scale, slots=None,
+    norm_offset=None, activation="silu", factor=1.0, softcap=None, tables=None,
 ):  # fmt: skip
     """Run the op by the C++ library, on a CPU."""
     batch, nodes, width = hidden.shape
     _, _, sequences, kv_heads, rows, _ = kv.shape
-    head_dim = cos.shape[-1]
+    head_dim = cache_rows.head_size(kv)
     few = 0 < batch * nodes <= MOST_ROWS_CPU
-    if not few or not forms or hidden.dtype not in _cpu.ACTIVATIONS or head_dim % 2 or head_dim > MOST_HEAD_DIM:
+    plain = norm_offset is None and activation == "silu" and factor == 1.0 and softcap is None and tables is None
+    plain = plain and cos.shape[-1] == head_dim and all(form & 0b110011 == 0b11 for form in forms)
+    if (
+        not few
+        or not plain
+        or not forms
+        or hidden.dtype not in _cpu.ACTIVATIONS
+        or head_dim % 2
+        or head_dim > MOST_HEAD_DIM
+    ):
         return _composed(
             hidden, weights, forms, kv, cos, sin, cache_lens, depths, ancestors, windows=windows, eps=eps, scale=scale,
-            slots=slots,
+            slots=slots, norm_offset=norm_offset, activation=activation, factor=factor, softcap=softcap, tables=tables,
         )  # fmt: skip
     layout = _layout(tuple(forms))
     query_rows, key_rows = weights[layout.q].shape[0], weights[layout.k].shape[0]

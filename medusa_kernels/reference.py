@@ -11,11 +11,13 @@ check them.
 from __future__ import annotations
 
 import functools
+import math
 import sys
 
 import torch
 from torch import Tensor
 
+from medusa_kernels import cache_rows
 from medusa_kernels.cache_rows import dequantised_rows, quantised_rows
 from medusa_kernels.quantised import CODES, dequantised
 
@@ -92,10 +94,11 @@ def _visible_rows(cache_lens: Tensor, ancestors: Tensor, nodes: int, rows: int, 
 
 
 def rope_append(
-    q, k, v, cos, sin, k_cache, v_cache, cache_lens, depths, *, q_norm=None, k_norm=None, eps=1e-6, slots=None
+    q, k, v, cos, sin, k_cache, v_cache, cache_lens, depths, *, q_norm=None, k_norm=None, eps=1e-6, slots=None,
+    norm_offset=None,
 ):  # fmt: skip
     """Norm and rotate q and k, write k and v to their cache rows; see the public `rope_append`."""
-    q, k, v = heads_of(q, k, v, cos.dtype, q_norm, k_norm, eps)
+    q, k, v = heads_of(q, k, v, cos.dtype, q_norm, k_norm, eps, norm_offset)
     batch, nodes = q.shape[:2]
     row = torch.arange(batch, device=q.device)[:, None]
     positions = cache_lens[:, None] + depths
@@ -103,22 +106,23 @@ def rope_append(
     cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
     targets = cache_lens[:, None] + torch.arange(nodes, device=q.device)
     slot = row if slots is None else slots[:, None]
-    for cache, rows in ((k_cache, k * cos + _rotate_half(k) * sin), (v_cache, v)):
+    for cache, rows in ((k_cache, _rotated(k, cos, sin)), (v_cache, v)):
         cache[slot, :, targets] = quantised_rows(rows) if cache.dtype == torch.int8 else rows
-    return (q * cos + _rotate_half(q) * sin).contiguous()
+    return _rotated(q, cos, sin).contiguous()
 
 
-def heads_of(q, k, v, dtype, q_norm, k_norm, eps):
+def heads_of(q, k, v, dtype, q_norm, k_norm, eps, norm_offset):
     """Return q, k and v `[B, N, heads, D]` with parts added up, rounded to a dtype, and q and k normed if asked."""
     q, k, v = (x if x.dim() == 4 else added(x).to(dtype) for x in (q, k, v))
-    q, k = (x if norm is None else add_rms_norm(x, None, norm, eps)[1] for x, norm in ((q, q_norm), (k, k_norm)))
+    q, k = (x if norm is None else _normed(x, norm, eps, norm_offset) for x, norm in ((q, q_norm), (k, k_norm)))
     return q, k, v
 
 
-def _rotate_half(x: Tensor) -> Tensor:
-    """Turn the halves (a, b) of the last axis into (-b, a)."""
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat((-second, first), dim=-1)
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first R numbers of the last axis, whose halves are (a, b): (a, b) cos + (-b, a) sin."""
+    turned, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
+    first, second = turned.chunk(2, dim=-1)
+    return torch.cat((turned * cos + torch.cat((-second, first), dim=-1) * sin, rest), dim=-1)
 
 
 def heads_topk(
@@ -207,7 +211,8 @@ def kv_compact(kv, cache_lens, path, accept_lens, *, slots=None):
 
 
 def decode_linear(
-    x, weights, biases=None, *, gate=False, residual=None, scales=None, parts=1, zeros=None, codes="int4"
+    x, weights, biases=None, *, gate=False, residual=None, scales=None, parts=1, zeros=None, codes="int4",
+    activation="silu", factor=1.0,
 ):  # fmt: skip
     """Products with several weights, side by side or one gating the other; see the public `decode_linear`."""
     if scales is not None:
@@ -216,17 +221,21 @@ def decode_linear(
         weights = [dequantised(weight, scale, zero, codes, wide=wide) for weight, scale, zero in of_each]
     if parts > 1:
         pieces = zip(*(_wide(tensor).tensor_split(parts, -1) for tensor in (x, *weights)), strict=True)
-        return torch.stack([decode_linear(x, w, None if i else biases) for i, (x, *w) in enumerate(pieces)])
+        return torch.stack(
+            [decode_linear(x, w, None if i else biases, factor=factor) for i, (x, *w) in enumerate(pieces)]
+        )
     products = [_wide(x) @ _wide(weight).T for weight in weights]
     for product, bias in zip(products, biases or [None] * len(products), strict=True):
         if bias is not None:
             product += _wide(bias)
-    out = torch.cat(products, -1)
+    out = torch.cat(products, -1) * factor
     if residual is not None:
         out = out + _wide(residual)
     if gate:
         gating, other = out.chunk(2, -1)
-        out = gating * torch.sigmoid(gating) * other
+        # tanh(y) = 2 sigmoid(2 y) - 1.
+        inner = gating if activation == "silu" else math.sqrt(8 / math.pi) * (gating + 0.044715 * gating**3)
+        out = gating * torch.sigmoid(inner) * other
     return out.to(x.dtype)
 
 
@@ -235,17 +244,27 @@ def added(parts: Tensor) -> Tensor:
     return functools.reduce(torch.add, parts.unbind(0))
 
 
-def add_rms_norm(x, delta, weight, eps):
+def add_rms_norm(x, delta, weight, eps, *, delta_norm=None, norm_offset=None):
     """Residual sum and its RMS normalisation; see the public `add_rms_norm`."""
     if delta is not None and delta.dim() > x.dim():
         delta = added(delta)
+    if delta_norm is not None:
+        delta = _normed(delta.to(x.dtype), delta_norm, eps, norm_offset)
     total = x if delta is None else (_wide(x) + _wide(delta)).to(x.dtype)
-    wide = _wide(total)
+    return total, total if weight is None else _normed(total, weight, eps, norm_offset)
+
+
+def _normed(x, weight, eps, norm_offset):
+    wide, weight = _wide(x), _wide(weight)
     normed = wide / torch.sqrt((wide * wide).mean(-1, keepdim=True) + eps)
-    return total, (_wide(weight) * _wide(normed.to(x.dtype))).to(x.dtype)
+    if norm_offset is None:
+        return (weight * _wide(normed.to(x.dtype))).to(x.dtype)
+    return ((norm_offset + weight) * normed).to(x.dtype)
 
 
-SLOTS = 32
+NORMS = 6
+"""Norms that a layer may have."""
+SLOTS = NORMS + 7 * 4
 """Tensors that a layer may have, in the order of the enum Slot of csrc/cpu/ops.h."""
 KIND_BITS = 4
 """Bits of a layer's form that say what a projection's codes stand for, after those of the slots: see `codes_of`."""
@@ -257,41 +276,53 @@ def codes_of(form: int, projection: int) -> str:
 
 
 def layers_by(
-    ops, hidden, weights, forms, kv, cos, sin, cache_lens, depths, ancestors, *, windows, eps, scale, slots=None
+    ops, hidden, weights, forms, kv, cos, sin, cache_lens, depths, ancestors, *, windows, eps, scale, slots=None,
+    norm_offset=None, activation="silu", factor=1.0, softcap=None, tables=None,
 ):  # fmt: skip
     """Run the decoder layers by the ops that they are made of; see the public `decoder_layers`."""
-    head_dim, kv_heads = cos.shape[-1], kv.shape[3]
+    head_dim, kv_heads = cache_rows.head_size(kv), kv.shape[3]
     given = iter(weights)
 
     def normed(x, weight):
-        return ops.add_rms_norm(x, None, weight, eps)[1]
+        return x if weight is None else ops.add_rms_norm(x, None, weight, eps, norm_offset=norm_offset)[1]
 
-    def linear(x, codes, *projections, gate=False, residual=None):
+    def added(hidden, x, codes, projection, after):
+        """Return hidden plus a projection of x, or plus its norm."""
+        if after is None:
+            return linear(x, codes, projection, residual=hidden, factor=factor)
+        delta = linear(x, codes, projection, factor=factor)
+        return ops.add_rms_norm(hidden, delta, None, eps, delta_norm=after, norm_offset=norm_offset)[0]
+
+    def linear(x, codes, *projections, gate=False, residual=None, factor=1.0):
         matrices, biases, scales, zeros = (list(tensors) for tensors in zip(*projections, strict=True))
         of_scales, of_zeros = (given if given[0] is not None else None for given in (scales, zeros))
         return ops.decode_linear(
-            x, matrices, biases, gate=gate, residual=residual, scales=of_scales, zeros=of_zeros, codes=codes
-        )
+            x, matrices, biases, gate=gate, residual=residual, scales=of_scales, zeros=of_zeros, codes=codes,
+            activation=activation, factor=factor,
+        )  # fmt: skip
 
     for index, form in enumerate(forms):
         own = [next(given) if form >> slot & 1 else None for slot in range(SLOTS)]
-        input_norm, post_norm, q_norm, k_norm = own[:4]
-        q_proj, k_proj, v_proj, o_proj, gate, up, down = (own[first : first + 4] for first in range(4, SLOTS, 4))
+        input_norm, post_norm, q_norm, k_norm, attention_norm, mlp_norm = own[:NORMS]
+        q_proj, k_proj, v_proj, o_proj, gate, up, down = (own[first : first + 4] for first in range(NORMS, SLOTS, 4))
+        own_cos, own_sin = (cos, sin) if tables is None else (cos[tables[index]], sin[tables[index]])
         qkv = linear(normed(hidden, input_norm), codes_of(form, 0), q_proj, k_proj, v_proj)
         qkv = qkv.unflatten(2, (qkv.shape[2] // head_dim, head_dim))
         sizes = [qkv.shape[2] - 2 * kv_heads, kv_heads, kv_heads]
         q, k, v = qkv.split(sizes, dim=2)
-        if q_norm is not None:
+        if q_norm is not None and len(q_norm) == head_dim and len(k_norm) == head_dim:
             # Both norms run over all heads, including v, whose result is unused: two launches and no copies.
             q, k = normed(qkv, q_norm).split(sizes, dim=2)[0], normed(qkv, k_norm).split(sizes, dim=2)[1]
-        q = ops.rope_append(q, k, v, cos, sin, kv[index, 0], kv[index, 1], cache_lens, depths, slots=slots)
+        elif q_norm is not None:
+            q, k = (normed(x.flatten(2), weight).view(x.shape) for x, weight in ((q, q_norm), (k, k_norm)))
+        q = ops.rope_append(q, k, v, own_cos, own_sin, kv[index, 0], kv[index, 1], cache_lens, depths, slots=slots)
         attended = ops.tree_attention(
             q, kv[index, 0], kv[index, 1], cache_lens, ancestors, scale=scale, window=windows[index] or None,
-            slots=slots,
+            softcap=softcap, slots=slots,
         )  # fmt: skip
-        hidden = linear(attended.flatten(2), codes_of(form, 3), o_proj, residual=hidden)
+        hidden = added(hidden, attended.flatten(2), codes_of(form, 3), o_proj, attention_norm)
         gated = linear(normed(hidden, post_norm), codes_of(form, 4), gate, up, gate=True)
-        hidden = linear(gated, codes_of(form, 6), down, residual=hidden)
+        hidden = added(hidden, gated, codes_of(form, 6), down, mlp_norm)
     return normed(hidden, weights[-1])
 
 

@@ -30,12 +30,14 @@ def rope_append(
     k_norm: Tensor | None = None,
     eps: float = 1e-6,
     slots: Tensor | None = None,
+    norm_offset: float | None = None,
 ) -> Tensor:
     """Rotate q and k (RoPE, Su et al. 2021, in the half-split form of transformers) and append k and v to the cache.
 
     Node i of row b is rotated at position `p = cache_lens[b] + depths[i]` with row p of the tables, as
-    `x * cos + rotate_half(x) * sin` in the dtype of x: bit-equal to `apply_rotary_pos_emb` of transformers. Its key and
-    value go to cache row `cache_lens[b] + i`. `depths = arange(N)` is a prompt. With norms every head of q and k is
+    `x * cos + rotate_half(x) * sin` in the dtype of x: bit-equal to `apply_rotary_pos_emb` of transformers. Tables of R
+    columns rotate the first R numbers of each head, and leave the others (Phi-4-mini). Its key and value go to cache
+    row `cache_lens[b] + i`. `depths = arange(N)` is a prompt. With norms every head of q and k is
     first normalised as by `add_rms_norm` (Qwen3).
 
     Args:
@@ -43,7 +45,8 @@ def rope_append(
             axis of S parts, which are added up in order and rounded to the dtype of the tables (see `decode_linear`).
         k: keys `[B, N, Hkv, D]`, dtype of q; any strides.
         v: values, like `k`.
-        cos: table `[P, D]` or `[B, P, D]`, dtype of q (of parts: any); both halves of a row are equal.
+        cos: table `[P, R]` or `[B, P, R]`, dtype of q (of parts: any), R even and at most D; both halves of a row are
+            equal.
         sin: like `cos`.
         k_cache: `[B, Hkv, S, D]`, dtype of `cos`; any strides. Or int8 `[B, Hkv, S, D + 4]`: keys are then rounded to 8
             bits, see `medusa_kernels.cache_rows`. Mutated: rows `cache_lens[b]` to `cache_lens[b] + N`. With `slots`,
@@ -56,6 +59,7 @@ def rope_append(
         eps: added to the mean of the squares.
         slots: int32 `[B]`, which sequence of the caches belongs to each batch row, each at most once. None: sequence b
             to row b.
+        norm_offset: of both norms, as in `add_rms_norm`.
 
     Returns:
         The rotated queries `[B, N, Hq, D]`, a new contiguous tensor.
@@ -77,13 +81,16 @@ def rope_append(
     _checks.require(parts != (0,), "q", "at least one part", 0)
     _checks.match("k", k, (*parts, batch, nodes, kv_heads, head_dim), "q", q)
     _checks.match("v", v, (*parts, batch, nodes, kv_heads, head_dim), "q", q)
-    table = ("P", head_dim) if cos.dim() == 2 else (batch, "P", head_dim)
+    table = ("P", "R") if cos.dim() == 2 else (batch, "P", "R")
     if in_parts:
         _checks.dtype("cos", cos, *_checks.FLOATS)
         _checks.shape("cos", cos, table)
         _checks.same_device("cos", cos, "q", q)
     else:
         _checks.match("cos", cos, table, "q", q)
+    rotated = cos.shape[-1]
+    fits = 0 < rotated <= head_dim and rotated % 2 == 0
+    _checks.require(fits, "cos", f"an even number of columns up to the head size {head_dim}", rotated)
     _checks.match("sin", sin, cos.shape, "cos", cos)
     sequences = _checks.slots_axis("q", q, batch, slots)
     cache_rows.check("k_cache", k_cache, (sequences, kv_heads, rows, head_dim), "cos", cos)
@@ -96,28 +103,37 @@ def rope_append(
     _checks.typed("cache_lens", cache_lens, (batch,), torch.int32, "q", q)
     _checks.typed("depths", depths, (nodes,) if depths.dim() == 1 else (batch, nodes), torch.int32, "q", q)
     return torch.ops.medusa_kernels.rope_append.default(
-        q, k, v, cos, sin, k_cache, v_cache, cache_lens, depths, q_norm=q_norm, k_norm=k_norm, eps=eps, slots=slots
-    )
+        q, k, v, cos, sin, k_cache, v_cache, cache_lens, depths, q_norm=q_norm, k_norm=k_norm, eps=eps, slots=slots,
+        norm_offset=norm_offset,
+    )  # fmt: skip
 
 
 def _sliced(
-    q, k, v, cos, sin, k_cache, v_cache, cache_lens, depths, *, q_norm=None, k_norm=None, eps=1e-6, slots=None
+    q, k, v, cos, sin, k_cache, v_cache, cache_lens, depths, *, q_norm=None, k_norm=None, eps=1e-6, slots=None,
+    norm_offset=None,
 ):  # fmt: skip
     """Run the op on the CPU: lengths are read, and cache rows are written as slices."""
-    q, k, v = reference.heads_of(q, k, v, cos.dtype, q_norm, k_norm, eps)
-    nodes, head_dim = q.shape[1], q.shape[3]
+    q, k, v = reference.heads_of(q, k, v, cos.dtype, q_norm, k_norm, eps, norm_offset)
+    nodes = q.shape[1]
     lens = cache_lens.tolist()
     _checks.rows_fit(lens, nodes, k_cache.shape[2])
     places = _checks.slots_fit(slots, len(k_cache)) or range(len(lens))
     cos, sin = _factors(cos, sin, lens, cache_lens, depths)
-    half = head_dim // 2
-    rotated = (k * cos).add_(k.roll(half, -1).mul_(sin))
+    rotated = _rotated(k, cos, sin)
     if k_cache.dtype == torch.int8:
         rotated, v = cache_rows.quantised_rows(rotated), cache_rows.quantised_rows(v)
     for b, (place, length) in enumerate(zip(places, lens, strict=True)):
         k_cache[place, :, length : length + nodes] = rotated[b].transpose(0, 1)
         v_cache[place, :, length : length + nodes] = v[b].transpose(0, 1)
-    return (q * cos).add_(q.roll(half, -1).mul_(sin)).contiguous()
+    return _rotated(q, cos, sin).contiguous()
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first numbers of heads `[B, N, heads, D]` by factors `[1 or B, N, 1, R]` from `_factors`."""
+    width = cos.shape[-1]
+    first = x[..., :width]
+    turned = (first * cos).add_(first.roll(width // 2, -1).mul_(sin))
+    return turned if width == x.shape[-1] else torch.cat((turned, x[..., width:]), -1)
 
 
 _last_factors = LastResult[tuple[Tensor, Tensor]]()

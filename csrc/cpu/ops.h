@@ -39,8 +39,8 @@ struct Linear {
 // Where a layer's weights are in its row of pointers; all are contiguous. Of a projection, the weight, its bias, its
 // scale and its zero points follow each other. Missing ones are null. The same order as in `packed` of
 // medusa_kernels/decoder_layers.py.
-enum Slot : int64_t { kInputNorm, kPostNorm, kQNorm, kKNorm, kQ, kK = kQ + 4, kV = kK + 4, kO = kV + 4, kGate = kO + 4,
-                      kUp = kGate + 4, kDown = kUp + 4, kSlots = kDown + 4 };
+enum Slot : int64_t { kInputNorm, kPostNorm, kQNorm, kKNorm, kAttentionNorm, kMlpNorm, kQ, kK = kQ + 4, kV = kK + 4,
+                      kO = kV + 4, kGate = kO + 4, kUp = kGate + 4, kDown = kUp + 4, kSlots = kDown + 4 };
 
 // decoder_layers: hidden [batch, nodes, width] through all layers and the final norm; appends to the cache.
 struct Layers {

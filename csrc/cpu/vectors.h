@@ -143,6 +143,23 @@ MEDUSA_INLINE F exponential(F x) {
 
 MEDUSA_INLINE F silu(F x) { return x / (1.0f + exponential(-x)); }
 
+// x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3)), which is GELU with tanh(y) = 2 sigmoid(2 y) - 1.
+MEDUSA_INLINE F gelu_tanh(F x) {
+  const F inner = (x + x * x * x * 0.044715f) * 1.5957691216f;
+  return x / (1.0f + exponential(-inner));
+}
+
+// cap tanh(x / cap), to a few units in the last place; NaN for NaN.
+MEDUSA_INLINE F capped(F x, float cap) {
+  const F y = x / cap, size = y < 0.0f ? -y : y, square = y * y;
+  F series = all(62.0f / 2835.0f);  // Taylor's, which is more exact near zero
+  series = series * square - 17.0f / 315.0f;
+  series = series * square + 2.0f / 15.0f;
+  series = series * square - 1.0f / 3.0f;
+  const F near = series * square * y + y, far = 1.0f - 2.0f / (exponential(size * 2.0f) + 1.0f);
+  return (size < 0.25f ? near : y < 0.0f ? -far : far) * cap;
+}
+
 // A bfloat16 is the upper half of a float; rounds to nearest even.
 MEDUSA_INLINE U bfloat16_bits(F v) {
   const U bits = reinterpret_cast<U>(v);

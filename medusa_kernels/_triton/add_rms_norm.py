@@ -61,7 +61,7 @@ def _add_rms_norm_kernel(
     tl.store(normed + i_m * size + o_h, b_out, mask=m_h)
 
 
-def add_rms_norm(x, delta, weight, eps):
+def add_rms_norm(x, delta, weight, eps, *, delta_norm=None, norm_offset=None):
     """Launch the kernel, one program per row; see the public `add_rms_norm`. Without delta the sum is empty."""
     size = x.shape[-1]
     normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)

@@ -314,7 +314,8 @@ def _stored_linear_kernel(
 
 
 def decode_linear(
-    x, weights, biases=None, *, gate=False, residual=None, scales=None, parts=1, zeros=None, codes="int4"
+    x, weights, biases=None, *, gate=False, residual=None, scales=None, parts=1, zeros=None, codes="int4",
+    activation="silu", factor=1.0,
 ):  # fmt: skip
     """Launch a kernel, or PyTorch's products for many rows; see the public `decode_linear`."""
     size, features = x.shape[-1], [weight.shape[0] for weight in weights]

@@ -204,7 +204,8 @@ def _rope_append_kernel(
 
 
 def rope_append(
-    q, k, v, cos, sin, k_cache, v_cache, cache_lens, depths, *, q_norm=None, k_norm=None, eps=1e-6, slots=None
+    q, k, v, cos, sin, k_cache, v_cache, cache_lens, depths, *, q_norm=None, k_norm=None, eps=1e-6, slots=None,
+    norm_offset=None,
 ):  # fmt: skip
     """Launch the kernel; see the public `rope_append`."""
     parts = q.shape[0] if q.dim() == 5 else 1
