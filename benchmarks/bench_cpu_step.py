@@ -10,6 +10,9 @@ bench_step. "int8" has torchao's int8 weights in the layers and lm_head in bf16,
 
 llama.cpp takes part if `llama_cpp` and `gguf` can be imported, on the same weights (Q8_0 for int8, Q4_0 for int4). Its
 times are those of decoding 1 to 32 tokens of one sequence, without choosing the next token.
+
+"modules" runs our step with the model's own norms, projections and MLPs, called one by one, as for layers that the ops
+cannot run (`--models OLMo-2-254M Gemma-2-254M Granite-254M --ways eager modules transformers-eager`).
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from medusa_decoding.trees.tree import Tree
 
 CPU = torch.device("cpu")
 MODELS = ("Llama-127M", "Llama-254M")
+FAMILIES = ("OLMo-2-254M", "Gemma-2-254M", "Granite-254M")
 # Dtype of the activations, and what is quantised: nothing, the layers, all projections, or all of them in int4.
 DTYPES = {
     "bf16": (torch.bfloat16, ""),
@@ -49,6 +53,7 @@ DTYPES = {
 GGUF = {"bf16": ("BF16", "BF16"), "fp32": ("F32", "F32"), "int8": ("Q8_0", "BF16"), "int8-all": ("Q8_0", "Q8_0"),
         "int4": ("Q4_0", "Q4_0")}  # fmt: skip
 WAYS = ("eager", "compiled", "transformers-eager", "transformers-compiled", "llama.cpp")
+MODULES = "modules"
 STEPS = 3
 """Timed steps of a way in each round, after one that is not timed: it finds another way's weights in the cache."""
 SAME_LOGITS = 1e-4
@@ -145,11 +150,17 @@ class Steps:
                 self._add(way, 1, step_bytes(own, None, prefix, 1, 1), make)
             else:
                 # Swaps the attention modules: transformers' steps have a model of their own.
-                wrapped = MedusaModel(base, heads, Tree([]), backend=way)
+                modules = way == MODULES
+                own_base = build_base(model, dtype) if modules else base
+                wrapped = MedusaModel(own_base, heads, Tree([]), backend="eager" if modules else way)
+                if modules:
+                    wrapped.backbone.choose_layers = lambda *_, **__: False  # type: ignore[method-assign]
                 for count in nodes:
                     tree = tree_of(heads, count) if count > 1 else Tree([])
                     moved = step_bytes(base, heads if count > 1 else None, prefix, count, 1)
-                    self._add(way, count, moved, functools.partial(prepare_step, wrapped, tree, way, prefix, 1))
+                    self._add(
+                        way, count, moved, functools.partial(prepare_step, wrapped, tree, wrapped.backend, prefix, 1)
+                    )
 
     def _add(self, way: str, nodes: int, moved: int, make: Callable[[], tuple[Call, Call]]) -> None:
         """Make a step and run it, which compiles it; one that cannot be made is left out."""
@@ -218,6 +229,7 @@ def measure(
             "p90_us": times[len(times) * 9 // 10] * 1e3, "bytes": moved, "gb_s": moved / median / 1e6,
             "ratio_to_plain": ratio(found, (way, count), (way, 1)),
             "ratio_to_transformers": ratio(found, (way, count), ("transformers-eager", 1)),
+            "ratio_to_modules": ratio(found, (way, count), (MODULES, count)),
             **steps.more.get(way, {}),
         }  # fmt: skip
         records.append(record)
@@ -255,9 +267,9 @@ def table(records: Sequence[dict[str, Any]]) -> str:
 def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
+    parser.add_argument("--models", nargs="+", choices=(*MODELS, *FAMILIES), default=MODELS)
     parser.add_argument("--dtypes", nargs="+", choices=tuple(DTYPES), default=("bf16", "fp32", "int8"))
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--ways", nargs="+", choices=(*WAYS, MODULES), default=WAYS)
     parser.add_argument("--nodes", nargs="+", type=int, default=(4, 8, 16, 32), help="besides the plain step")
     parser.add_argument("--prefix", type=int, default=256, help="cached rows")
     parser.add_argument("--rounds", type=int, default=8)

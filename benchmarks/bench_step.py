@@ -24,7 +24,15 @@ from unittest import mock
 
 import pytest
 import torch
-from transformers import DynamicCache, LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import (
+    DynamicCache,
+    Gemma2Config,
+    GraniteConfig,
+    LlamaConfig,
+    Olmo2Config,
+    PretrainedConfig,
+    Qwen3Config,
+)
 
 from benchmarks import gpu, harness
 from medusa_decoding.checkpoints import pretrained
@@ -45,12 +53,13 @@ LAST_CLOCKS: dict[str, int] = {}
 
 
 def shape(
-    cls: type[PretrainedConfig], vocab: int, width: int, layers: int, heads: int, kv: int, hidden: int, dim: int = 128
-) -> Any:
+    cls: type[PretrainedConfig], vocab: int, width: int, layers: int, heads: int, kv: int, hidden: int, dim: int = 128,
+    **more: Any,
+) -> Any:  # fmt: skip
     return cls(
         vocab_size=vocab, intermediate_size=width, num_hidden_layers=layers, num_attention_heads=heads,
         num_key_value_heads=kv, hidden_size=hidden, head_dim=dim, max_position_embeddings=1 << 17,
-        tie_word_embeddings=False,
+        tie_word_embeddings=False, **more,
     )  # fmt: skip
 
 
@@ -61,6 +70,11 @@ MODELS: dict[str, Callable[[], Any]] = {
     "Qwen3-8B": lambda: shape(Qwen3Config, 151936, 12288, 36, 32, 8, 4096),
     "Llama-127M": lambda: shape(LlamaConfig, 32000, 2048, 12, 12, 6, 768, 64),
     "Llama-254M": lambda: shape(LlamaConfig, 32000, 2816, 16, 16, 8, 1024, 64),
+    "OLMo-2-254M": lambda: shape(Olmo2Config, 32000, 2816, 16, 16, 8, 1024, 64),
+    "Gemma-2-254M": lambda: shape(Gemma2Config, 32000, 2816, 16, 16, 8, 1024, 64, query_pre_attn_scalar=64),
+    "Granite-254M": lambda: shape(
+        GraniteConfig, 32000, 2816, 16, 16, 8, 1024, 64, residual_multiplier=0.22, logits_scaling=8.0
+    ),
     "tiny": lambda: shape(LlamaConfig, 64, 48, 2, 2, 1, 64),
 }
 # Name, vocabulary of the heads (None: the model's own), whether the projection is lm_head.
