@@ -17,7 +17,7 @@ from medusa_kernels import _checks, _cpu, quantised, reference
 from medusa_kernels._registry import Implementation, register, served_by, triton_or
 
 ACTIVATIONS = ("silu", "gelu_tanh")
-"""Activations of a gate."""
+"""Activations of a gate, in the order of the enum Activation of csrc/cpu/ops.h."""
 MOST_WEIGHTS = 3
 MOST_ROWS = 64
 """Rows up to which the Triton kernel streams the weights; with more, reading the weights is no longer the limit."""
@@ -188,7 +188,8 @@ def _native(
     matrices = map(_cpu.matrix, weights, biases, scales, zeros or [None] * count, [codes] * count)
     _cpu.call(
         "decode_linear",
-        _cpu.threads(), _cpu.TYPES[x.dtype], x, rows, x.shape[-1], residual, out, gate, count,
+        _cpu.threads(), _cpu.TYPES[x.dtype], x, rows, x.shape[-1], residual, out,
+        gate, ACTIVATIONS.index(activation), float(factor), count,
         *(member for matrix in matrices for member in matrix),
         *[0] * (_cpu.MATRIX * (MOST_WEIGHTS - count)),
     )  # fmt: skip

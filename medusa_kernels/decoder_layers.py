@@ -8,6 +8,7 @@ it is the other ops in turn. It does not know modules, nor where the weights com
 from __future__ import annotations
 
 import functools
+import math
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -261,14 +262,15 @@ class _Tables(NamedTuple):
     head_dim: int
     pointers: Tensor
     kinds: Tensor
+    whole_norms: bool
 
 
 _known = WeakTensorKeyDictionary()
 """The last `_Tables` of each first weight."""
 
 
-def _tables(weights: tuple[Tensor, ...], forms: tuple[int, ...], head_dim: int) -> tuple[Tensor, Tensor]:
-    """Return the members `weights` and `kinds` of the struct Layers, int64."""
+def _tables(weights: tuple[Tensor, ...], forms: tuple[int, ...], head_dim: int, whole: tuple[int, int]) -> _Tables:
+    """Return what the struct Layers holds of the weights; `whole` are the rows of q and of k."""
     addresses = [weight.data_ptr() for weight in weights]
     known = _known.get(weights[0])
     if (
@@ -276,12 +278,13 @@ def _tables(weights: tuple[Tensor, ...], forms: tuple[int, ...], head_dim: int) 
         and (known.addresses, known.forms, known.head_dim) == (addresses, forms, head_dim)
         and all(ref() is weight for ref, weight in zip(known.weights, weights, strict=True))
     ):
-        return known.pointers, known.kinds
+        return known
     table, kinds = [0] * (len(forms) * reference.SLOTS), [0] * (len(forms) * 2 * 7)
+    norms: tuple[set[int], set[int]] = (set(), set())
     for index, (place, weight) in enumerate(zip(_layout(forms).places, weights, strict=False)):
         layer, slot = divmod(place, reference.SLOTS)
-        if slot in (2, 3) and len(weight) != head_dim:
-            raise ValueError(f"weights: expected norms of heads of size {head_dim}, got one of {len(weight)}")
+        if slot in (2, 3):
+            norms[slot - 2].add(len(weight))
         table[place] = addresses[index]
         projection, member = divmod(slot - reference.NORMS, _PROJECTION)
         if projection >= 0 and member == 0:
@@ -290,10 +293,14 @@ def _tables(weights: tuple[Tensor, ...], forms: tuple[int, ...], head_dim: int) 
             if weight.dtype == torch.uint8:
                 of_codes = weights[index + (2 if forms[layer] >> slot + 1 & 1 else 1)]
                 kinds[kind + 1] = quantised.group_size(weight, of_codes)
+    whole_norms = norms == tuple({rows} for rows in whole)
+    if not whole_norms and any(norms) and norms != ({head_dim}, {head_dim}):
+        expected = f"norms of q and k of size {head_dim} in all layers, or of sizes {whole[0]} and {whole[1]}"
+        raise ValueError(f"weights: expected {expected}, got {norms[0]} and {norms[1]}")
     pointers, of_each = (torch.tensor(numbers, dtype=torch.int64, device="cpu") for numbers in (table, kinds))
     refs = tuple(map(weakref.ref, weights))
-    _known[weights[0]] = _Tables(refs, addresses, forms, head_dim, pointers, of_each)
-    return pointers, of_each
+    known = _known[weights[0]] = _Tables(refs, addresses, forms, head_dim, pointers, of_each, whole_norms)
+    return known
 
 
 def _native(
@@ -305,16 +312,7 @@ def _native(
     _, _, sequences, kv_heads, rows, _ = kv.shape
     head_dim = cache_rows.head_size(kv)
     few = 0 < batch * nodes <= MOST_ROWS_CPU
-    plain = norm_offset is None and activation == "silu" and factor == 1.0 and softcap is None and tables is None
-    plain = plain and cos.shape[-1] == head_dim and all(form & 0b110011 == 0b11 for form in forms)
-    if (
-        not few
-        or not plain
-        or not forms
-        or hidden.dtype not in _cpu.ACTIVATIONS
-        or head_dim % 2
-        or head_dim > MOST_HEAD_DIM
-    ):
+    if not few or not forms or hidden.dtype not in _cpu.ACTIVATIONS or head_dim > MOST_HEAD_DIM:
         return _composed(
             hidden, weights, forms, kv, cos, sin, cache_lens, depths, ancestors, windows=windows, eps=eps, scale=scale,
             slots=slots, norm_offset=norm_offset, activation=activation, factor=factor, softcap=softcap, tables=tables,
@@ -324,8 +322,12 @@ def _native(
     if key_rows != kv_heads * head_dim or query_rows % key_rows:
         expected = f"{kv_heads * head_dim} rows of k ({kv_heads} heads of {head_dim}) and a multiple of that of q"
         raise ValueError(f"weights: expected {expected}, got {key_rows} and {query_rows}")
-    pointers, kinds = _tables(tuple(weights), tuple(forms), head_dim)
-    sizes = torch.tensor(windows, dtype=torch.int64, device="cpu")
+    known = _tables(tuple(weights), tuple(forms), head_dim, (query_rows, key_rows))
+    sizes, chosen = (
+        None if numbers is None else torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        for numbers in (windows, tables)
+    )
+    per_row = cos.dim() == (3 if tables is None else 4)
     # Held until the call has returned.
     hidden, cache_lens, depths, ancestors = (t.contiguous() for t in (hidden, cache_lens, depths, ancestors))
     own = None if slots is None else slots.contiguous()
@@ -337,10 +339,12 @@ def _native(
             batch, nodes, width, query_rows // head_dim, kv_heads, head_dim,
             weights[layout.gate].shape[0],
             kv, _checks.cache_slots("kv", kv), sequences, rows, own,
-            cos, sin, cos.shape[-2], 0 if cos.dim() == 2 else cos.stride(0),
+            cos, sin, cos.shape[-2], cos.stride(-3) if per_row else 0, cos.shape[-1], chosen, cos.stride(0),
             cache_lens, depths, 0 if depths.dim() == 1 else nodes,
             ancestors, 0 if ancestors.dim() == 2 else ancestors.stride(0),
-            weights[-1], float(eps), float(scale), len(forms), pointers, kinds, sizes, _cpu.TYPES[kv.dtype],
+            weights[-1], known.whole_norms, float(eps), math.nan if norm_offset is None else float(norm_offset),
+            float(scale), softcap and float(softcap), float(factor), ACTIVATIONS.index(activation),
+            len(forms), known.pointers, known.kinds, sizes, _cpu.TYPES[kv.dtype],
         )  # fmt: skip
     except _cpu.OutsideError:
         _checks.rows_fit(cache_lens.tolist(), nodes, rows)

@@ -3,33 +3,34 @@
 
 // One row of add_rms_norm without a sum.
 template <class A>
-inline void rms_norm(const typename A::T* x, const typename A::T* weight, int64_t width, float eps,
+inline void rms_norm(const Layers& a, const typename A::T* x, const typename A::T* weight, int64_t width,
                      typename A::T* out) {
+  const bool once = a.norm_offset == a.norm_offset;
+  const float offset = once ? float(a.norm_offset) : 0.0f;
   F squares{};
   for (int64_t i = 0; i < width; i += kLanes) {
     const F v = get<A>(x + i, width - i);
     squares = v * v + squares;
   }
-  const float factor = 1.0f / __builtin_sqrtf(sum(squares) / static_cast<float>(width) + eps);
+  const float factor = 1.0f / __builtin_sqrtf(sum(squares) / static_cast<float>(width) + float(a.eps));
   for (int64_t i = 0; i < width; i += kLanes) {
-    const F normed = A::rounded(get<A>(x + i, width - i) * factor);
-    put<A>(out + i, normed * get<A>(weight + i, width - i), width - i);
+    const F normed = get<A>(x + i, width - i) * factor, own = get<A>(weight + i, width - i);
+    put<A>(out + i, once ? normed * (own + offset) : A::rounded(normed) * own, width - i);
   }
 }
 
-// Rotates one head in place, or into a cache row: x * cos + rotate_half(x) * sin, each product rounded (rope_append).
+// Rotates the first numbers of one head in place: x * cos + rotate_half(x) * sin, each product rounded (rope_append).
 template <class A>
-inline void rotate(const typename A::T* x, const typename A::T* cos, const typename A::T* sin, int64_t head_dim,
-                   typename A::T* out) {
-  const int64_t half = head_dim / 2;
+inline void rotate(typename A::T* x, const typename A::T* cos, const typename A::T* sin, int64_t rotated) {
+  const int64_t half = rotated / 2;
   for (int64_t i = 0; i < half; i += kLanes) {
     const int64_t count = half - i;
     const F low = get<A>(x + i, count), high = get<A>(x + half + i, count);
     const F left = A::rounded(low * get<A>(cos + i, count)), right = A::rounded(high * get<A>(sin + i, count));
     const F up = A::rounded(high * get<A>(cos + half + i, count));
     const F down = A::rounded(low * get<A>(sin + half + i, count));
-    put<A>(out + i, left - right, count);
-    put<A>(out + half + i, up + down, count);
+    put<A>(x + i, left - right, count);
+    put<A>(x + half + i, up + down, count);
   }
 }
 
@@ -119,7 +120,8 @@ inline int64_t cached_bytes(const Layers& a) {
 template <class A>
 struct Sequence {
   const Layers& a;
-  const typename A::T *q_norm, *k_norm;  // or null
+  const typename A::T *q_norm, *k_norm;  // of each head, or null
+  const typename A::T *cos, *sin;
   int64_t window, batch, prefix;
   const int64_t* ancestors;  // [nodes, words]
   char *keys, *values;  // of the first KV head
@@ -140,14 +142,13 @@ struct Sequence {
     const int64_t group = a.heads / a.kv_heads, dim = a.head_dim, all_heads = a.heads + 2 * a.kv_heads;
     const int32_t* depths = a.depths + batch * a.depths_stride;
     for (int64_t node = 0; node < a.nodes; ++node) {
-      const int64_t at = batch * a.table_stride + (prefix + depths[node]) * dim;
-      const T *cos = static_cast<const T*>(a.cos) + at, *sin = static_cast<const T*>(a.sin) + at;
+      const int64_t at = batch * a.table_stride + (prefix + depths[node]) * a.rotated;
       T* own = rows + node * all_heads * dim;
       T* key = own + (a.heads + kv_head) * dim;
       const T* value = own + (a.heads + a.kv_heads + kv_head) * dim;
       const int64_t cached = (kv_head * a.rows + prefix + node) * cached_bytes<A>(a);
-      if (k_norm != nullptr) rms_norm<A>(key, k_norm, dim, float(a.eps), key);
-      rotate<A>(key, cos, sin, dim, key);
+      if (k_norm != nullptr) rms_norm<A>(a, key, k_norm, dim, key);
+      rotate<A>(key, cos + at, sin + at, a.rotated);
       if (a.kv_type == kInt8) {
         quantise<A>(key, dim, keys + cached);
         quantise<A>(value, dim, values + cached);
@@ -157,8 +158,8 @@ struct Sequence {
       }
       for (int64_t g = 0; g < group; ++g) {
         T* query = own + (kv_head * group + g) * dim;
-        if (q_norm != nullptr) rms_norm<A>(query, q_norm, dim, float(a.eps), query);
-        rotate<A>(query, cos, sin, dim, query);
+        if (q_norm != nullptr) rms_norm<A>(a, query, q_norm, dim, query);
+        rotate<A>(query, cos + at, sin + at, a.rotated);
       }
     }
   }
@@ -170,6 +171,7 @@ struct Sequence {
     const int64_t group = a.heads / a.kv_heads, dim = a.head_dim, all_heads = a.heads + 2 * a.kv_heads;
     const int64_t start = window == 0 || prefix + 1 < window ? 0 : prefix + 1 - window;
     const int64_t vectors = prepared_vectors<W>(dim), end = prefix + a.nodes, row_size = cached_bytes<A>(a);
+    const float scale = float(a.scale), cap = float(a.softcap), last_scale = cap > 0.0f ? 1.0f : scale;
     using V = Kept<W, A>;
     float key_scales[kKeys] = {}, value_scales[kKeys] = {};
     typename W::X queries[kQueries * 2 * kMaxHead / kLanes];
@@ -196,10 +198,11 @@ struct Sequence {
         for (int64_t k = 0; V::kScaled && k < kKeys; k += kLanes) {
           store(row + k, load<F>(row + k) * load<F>(key_scales + k));
         }
+        for (int64_t k = 0; cap > 0.0f && k < kKeys; k += kLanes) store(row + k, capped(load<F>(row + k) * scale, cap));
         hide((first + i) / group, key, keys_now, row);
         F best = all(top[i]);
         for (int64_t k = 0; k < kKeys; k += kLanes) {
-          const F scaled = load<F>(row + k) * float(a.scale);
+          const F scaled = load<F>(row + k) * last_scale;
           store(row + k, scaled);
           best = larger(scaled, best);
         }
@@ -255,7 +258,7 @@ struct Sequence {
 template <class A>
 Result layers(const Layers& a) {
   using T = typename A::T;
-  if (a.head_dim > kMaxHead || a.head_dim % 2 != 0) return kUnsupported;
+  if (a.head_dim > kMaxHead || a.rotated > a.head_dim || a.rotated % 2 != 0) return kUnsupported;
   for (int64_t i = 0; i < a.batch * a.nodes; ++i) {
     const int64_t b = i / a.nodes, length = a.cache_lens[b], position = length + a.depths[b * a.depths_stride + i % a.nodes];
     if (length < 0 || length + a.nodes > a.rows || position < 0 || position >= a.table_rows) return kOutside;
@@ -270,14 +273,35 @@ Result layers(const Layers& a) {
   T* heads_out = qkv + tokens * (attended + 2 * kv_width);
   T* gated = heads_out + tokens * attended;
   __builtin_memcpy(hidden, a.hidden, size_t(tokens * a.width) * sizeof(T));
-  const auto norm = [&](const void* weight) {
-    in_parallel(tokens * a.width < 32768 ? 1 : a.threads, tokens, [&](int64_t token) {
-      rms_norm<A>(hidden + token * a.width, static_cast<const T*>(weight), a.width, float(a.eps), normed + token * a.width);
-    });
+  // Calls run(token) for tokens of `width` numbers each.
+  const auto each = [&](int64_t width, const auto& run) {
+    in_parallel(tokens * width < 32768 ? 1 : a.threads, tokens, run);
   };
-  const auto project = [&](const T* x, int64_t columns, const T* residual, T* out, bool gate, auto... weights) {
-    return linear<A>(Linear{a.threads, a.type, x, tokens, columns, residual, out, gate, int64_t(sizeof...(weights)),
-                            {weights...}}) == kDone;
+  const auto normed_hidden = [&](const void* weight) -> const T* {
+    if (weight == nullptr) return hidden;
+    each(a.width, [&](int64_t token) {
+      rms_norm<A>(a, hidden + token * a.width, static_cast<const T*>(weight), a.width, normed + token * a.width);
+    });
+    return normed;
+  };
+  const auto project = [&](const T* x, int64_t columns, const T* residual, T* out, bool gate, double factor,
+                           auto... weights) {
+    return linear<A>(Linear{a.threads, a.type, x, tokens, columns, residual, out, gate, a.activation, factor,
+                            int64_t(sizeof...(weights)), {weights...}}) == kDone;
+  };
+  // Adds a projection of x to the hidden states, or with a weight its norm.
+  const auto add = [&](const T* x, int64_t columns, const void* weight, const Matrix& matrix) {
+    if (weight == nullptr) return project(x, columns, hidden, hidden, false, a.factor, matrix);
+    const bool done = project(x, columns, nullptr, normed, false, a.factor, matrix);
+    each(a.width, [&](int64_t token) {
+      T *to = hidden + token * a.width, *own = normed + token * a.width;
+      rms_norm<A>(a, own, static_cast<const T*>(weight), a.width, own);
+      for (int64_t i = 0; i < a.width; i += kLanes) {
+        const int64_t count = a.width - i;
+        put<A>(to + i, get<A>(to + i, count) + get<A>(own + i, count), count);
+      }
+    });
+    return done;
   };
   for (int64_t index = 0; index < a.count; ++index) {
     const void* const* weights = a.weights + index * kSlots;
@@ -287,15 +311,25 @@ Result layers(const Layers& a) {
                     static_cast<const uint8_t*>(weights[slot + 3]), weights[slot + 1], rows,
                     row_bytes(kind[0], columns), kind[0], kind[1]};
     };
-    norm(weights[kInputNorm]);
-    if (!project(normed, a.width, nullptr, qkv, false, of(kQ, attended, a.width), of(kK, kv_width, a.width),
-                 of(kV, kv_width, a.width))) {
+    if (!project(normed_hidden(weights[kInputNorm]), a.width, nullptr, qkv, false, 1.0, of(kQ, attended, a.width),
+                 of(kK, kv_width, a.width), of(kV, kv_width, a.width))) {
       return kUnsupported;
     }
+    const T *q_norm = static_cast<const T*>(weights[kQNorm]), *k_norm = static_cast<const T*>(weights[kKNorm]);
+    if (a.whole_norms && q_norm != nullptr) {
+      each(attended + kv_width, [&](int64_t token) {
+        T* own = qkv + token * (attended + 2 * kv_width);
+        rms_norm<A>(a, own, q_norm, attended, own);
+        rms_norm<A>(a, own + attended, k_norm, kv_width, own + attended);
+      });
+      q_norm = k_norm = nullptr;
+    }
+    const int64_t table = a.tables == nullptr ? 0 : a.tables[index] * a.tables_stride;
+    const T *cos = static_cast<const T*>(a.cos) + table, *sin = static_cast<const T*>(a.sin) + table;
     const auto sequence = [&](int64_t b) {
       char* keys = static_cast<char*>(a.kv) + 2 * index * half + a.slot(b) * a.kv_heads * head_rows;
-      return Sequence<A>{a, static_cast<const T*>(weights[kQNorm]), static_cast<const T*>(weights[kKNorm]),
-                         a.windows[index], b, a.cache_lens[b], a.ancestors + b * a.ancestors_stride, keys, keys + half,
+      return Sequence<A>{a, q_norm, k_norm, cos, sin, a.windows[index], b, a.cache_lens[b],
+                         a.ancestors + b * a.ancestors_stride, keys, keys + half,
                          qkv + b * a.nodes * (attended + 2 * kv_width), heads_out + b * a.nodes * attended};
     };
     in_parallel(a.threads, a.batch * a.kv_heads, [&](int64_t i) { sequence(i / a.kv_heads).append(i % a.kv_heads); });
@@ -312,14 +346,14 @@ Result layers(const Layers& a) {
     } else {
       with_weight<A>(A::kType, attend);
     }
-    if (!project(heads_out, attended, hidden, hidden, false, of(kO, a.width, attended))) return kUnsupported;
-    norm(weights[kPostNorm]);
-    if (!project(normed, a.width, nullptr, gated, true, of(kGate, a.inner, a.width), of(kUp, a.inner, a.width))) {
+    if (!add(heads_out, attended, weights[kAttentionNorm], of(kO, a.width, attended))) return kUnsupported;
+    if (!project(normed_hidden(weights[kPostNorm]), a.width, nullptr, gated, true, 1.0, of(kGate, a.inner, a.width),
+                 of(kUp, a.inner, a.width))) {
       return kUnsupported;
     }
-    if (!project(gated, a.inner, hidden, hidden, false, of(kDown, a.width, a.inner))) return kUnsupported;
+    if (!add(gated, a.inner, weights[kMlpNorm], of(kDown, a.width, a.inner))) return kUnsupported;
   }
-  norm(a.final_norm);
+  normed_hidden(a.final_norm);
   __builtin_memcpy(hidden, normed, size_t(tokens * a.width) * sizeof(T));
   return kDone;
 }

@@ -254,12 +254,12 @@ Result linear(const Linear& a) {
           const int64_t place = (start + token) * width + column + first;
           const T* added = static_cast<const T*>(a.residual) + (a.gate ? 2 * place - first : place);
           for (int64_t row = 0; row < rows; row += kLanes) {
-            F value = load<F>(sums + token * kChunk + row);
+            F value = load<F>(sums + token * kChunk + row) * float(a.factor);
             if (a.residual != nullptr) value = value + get<A>(added + row, rows - row);
             if (a.gate) {
               F other = load<F>(others + token * kChunk + row);
               if (a.residual != nullptr) other = other + get<A>(added + width + row, rows - row);
-              value = silu(value) * other;
+              value = (a.activation == kGeluTanh ? gelu_tanh(value) : silu(value)) * other;
             }
             put<A>(static_cast<T*>(a.out) + place + row, value, rows - row);
           }

@@ -11,6 +11,9 @@ namespace medusa {
 // What numbers are stored as. Two codes of 4 bits lie in a byte: see medusa_kernels/quantised.py.
 enum Type : int64_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kFloat8 = 3, kInt4 = 4, kNf4 = 5, kFp4 = 6 };
 
+// Of a gate.
+enum Activation : int64_t { kSilu = 0, kGeluTanh = 1 };
+
 // A weight [rows, columns] of a projection: a row's elements are adjacent, rows are `stride` bytes apart.
 struct Matrix {
   const void* data;
@@ -31,7 +34,8 @@ struct Linear {
   int64_t tokens, columns;
   const void* residual;  // [tokens, sum of rows of all weights] or null
   void* out;             // [tokens, sum of rows], gated [tokens, rows]
-  int64_t gate;
+  int64_t gate, activation;
+  double factor;  // of the products with their biases, before the residual; 1 with a gate
   int64_t count;
   Matrix weights[3];
 };
@@ -52,15 +56,22 @@ struct Layers {
   void* kv;  // [layers, 2, stored, kv_heads, rows, row], of which the first `sequences` are read and written
   int64_t stored, sequences, rows;
   const int32_t* slots;  // [batch], which sequence belongs to each batch row; null: sequence b to row b
-  const void *cos, *sin;  // [positions, head_dim], or with a stride one table per batch row
-  int64_t table_rows, table_stride;
+  const void *cos, *sin;  // [positions, rotated], or with strides one per batch row, and several of these
+  int64_t table_rows, table_stride, rotated;
+  const int64_t* tables;  // [layers], which of several each layer has, or null
+  int64_t tables_stride;
   const int32_t* cache_lens;  // [batch]
   const int32_t* depths;      // [nodes], or with a stride [batch, nodes]
   int64_t depths_stride;
   const int64_t* ancestors;  // [nodes, words], or with a stride [batch, nodes, words]
   int64_t ancestors_stride;
   const void* final_norm;
-  double eps, scale;
+  int64_t whole_norms;  // whether norms of queries and keys are [heads, head_dim] and [kv_heads, head_dim]
+  double eps;
+  double norm_offset;  // of all norms, whose products are then rounded once; NaN: none, and they are rounded twice
+  double scale, softcap;  // of the scores of attention; a cap of 0 is none
+  double factor;          // of what attention and MLP add
+  int64_t activation;
   int64_t count;
   const void* const* weights;  // [layers, kSlots]
   const int64_t* kinds;        // [layers, 7, 2], the type and the group of each projection

@@ -48,7 +48,8 @@ def test_without_the_library_every_op_is_served_and_says_why() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_without_the_library_int8_and_layers_are_right(dtype: torch.dtype) -> None:
     test_decode_linear.check(test_decode_linear.make_form("gate", 5, 40, (20, 0, 0), int8=True, dtype=dtype))
-    test_decoder_layers.check(test_decoder_layers.make(7, [9, 70], norms=True, biases=True, int8=("o",), dtype=dtype))
+    case = test_decoder_layers.make(7, [9, 70], norms="heads", biases=True, int8=("o",), dtype=dtype)
+    test_decoder_layers.check(case)
 
 
 def forked(case: test_decoder_layers.Case, wanted: torch.Tensor) -> None:

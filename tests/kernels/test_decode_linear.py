@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from typing import Any
 
@@ -31,6 +32,8 @@ def make(
     gate: bool = False,
     residual: bool = False,
     int8: bool = False,
+    activation: str = "silu",
+    factor: float = 1.0,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> Case:
@@ -53,23 +56,25 @@ def make(
         "gate": gate,
         "residual": random(*shape, sum(features)) if residual else None,
         "scales": [(torch.rand(n) + 0.5).to(device) / 64 / size**0.5 for n in features] if int8 else None,
+        "activation": activation,
+        "factor": factor,
     }
 
 
 def run(case: Case) -> Tensor:
-    options = {name: case[name] for name in ("gate", "residual", "scales")}
+    options = {name: case[name] for name in ("gate", "residual", "scales", "activation", "factor")}
     return decode_linear(case["x"], case["weights"], case["biases"], **options)
 
 
 def products(case: Case) -> list[Tensor]:
-    """`x W^T + b` of every weight with its part of the residual, as sums over the last axis, in the case's dtype."""
+    """`x W^T + b` of every weight, times the factor and with its part of the residual, in the case's dtype."""
     found = []
     for i, weight in enumerate(case["weights"]):
         if case["scales"] is not None:
             weight = weight * case["scales"][i][:, None]
         product = (case["x"][..., None, :] * weight).sum(-1)
         bias = None if case["biases"] is None else case["biases"][i]
-        found.append(product if bias is None else product + bias)
+        found.append((product if bias is None else product + bias) * case["factor"])
     return found if case["residual"] is None else with_residual(case, found)
 
 
@@ -81,21 +86,27 @@ def with_residual(case: Case, found: list[Tensor]) -> list[Tensor]:
 def exact(case: Case) -> Tensor:
     found = products(cast(case, torch.float64))
     if case["gate"]:
-        return found[0] / (1 + torch.exp(-found[0])) * found[1]
+        return gated(case, found[0]) * found[1]
     return torch.cat(found, -1)
+
+
+def gated(case: Case, x: Tensor) -> Tensor:
+    if case["activation"] == "gelu_tanh":
+        return torch.nn.functional.gelu(x, approximate="tanh")
+    return torch.nn.functional.silu(x)
 
 
 def plain(case: Case) -> Tensor:
     """The same in PyTorch's own layers, in the dtype of the case."""
-    linear, silu = torch.nn.functional.linear, torch.nn.functional.silu
+    linear = torch.nn.functional.linear
     weights = case["weights"]
     if case["scales"] is not None:
         weights = [(w * scale[:, None]).to(case["x"].dtype) for w, scale in zip(weights, case["scales"], strict=True)]
     given_biases = case["biases"] or [None] * len(weights)
-    found = [linear(case["x"], w, b) for w, b in zip(weights, given_biases, strict=True)]
+    found = [linear(case["x"], w, b) * case["factor"] for w, b in zip(weights, given_biases, strict=True)]
     if case["residual"] is not None:
         found = with_residual(case, found)
-    return silu(found[0]) * found[1] if case["gate"] else torch.cat(found, -1)
+    return gated(case, found[0]) * found[1] if case["gate"] else torch.cat(found, -1)
 
 
 def largest(case: Case) -> float:
@@ -219,7 +230,7 @@ def stored(case: Case, kind: str) -> tuple[Case, Case]:
 
 def check_stored(kind: str, case: Case, parts: int = 1) -> None:
     case, wide = stored(case, kind)
-    names = ("biases", "gate", "residual", "scales", "zeros", "codes")
+    names = ("biases", "gate", "residual", "scales", "zeros", "codes", "activation", "factor")
     got = decode_linear(case["x"], case["weights"], parts=parts, **{name: case[name] for name in names})
     rounded = cast(wide, case["x"].dtype)
     if parts > 1:
@@ -237,6 +248,20 @@ def test_weights_in_4_and_8_bits_are_those_of_the_oracle(device: str, kind: str,
     check_stored(kind, make(17, 384, (70, 70), biases=(True, True), gate=True, dtype=dtype, device=device))
     check_stored(kind, make(1, 384, (65,), residual=True, dtype=dtype, device=device))
     check_stored(kind, make(16, 384, (140, 33, 70), biases=(True, False, True), dtype=dtype, device=device), parts=2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 17, 65])
+def test_gates_by_gelu_and_products_by_a_factor(device: str, rows: int, dtype: torch.dtype) -> None:
+    options: dict[str, Any] = {"dtype": dtype, "device": device}
+    for form in ("gate", "gate and residual"):
+        check(make_form(form, rows, 256, (70, 0, 0), activation="gelu_tanh", **options))
+    check(make_form("two", rows, 256, (70, 33, 0), factor=-3.0, biases=(True, False), **options))
+    case = make(rows, 384, (70, 70), gate=True, activation="gelu_tanh", **options)
+    check_stored("int4-32-zeros", case)
+    case = make(rows, 384, (70,), factor=0.25, biases=(True,), **options)
+    check_stored("int4-32-zeros", case | {"residual": torch.randn(rows, 70).to(device, dtype)})
+    check_stored("int4-32-zeros", case, parts=2)
 
 
 @pytest.mark.usefixtures("poisoned_memory")
@@ -535,3 +560,15 @@ def test_gates_far_below_zero_are_closed(device: str) -> None:
     weights = [gates[:, None].float().to(device), torch.ones(5, 1, device=device)]
     got = decode_linear(torch.ones(1, 1, device=device), weights, gate=True)
     torch.testing.assert_close(got[0].cpu().double(), gates / (1 + torch.exp(-gates)), rtol=1e-4, atol=1e-34)
+
+
+def test_gates_by_gelu_are_those_of_pytorch(device: str) -> None:
+    """Tiny and large ones, and what is no number."""
+    sizes = torch.logspace(-30, 12, 400)
+    gates = torch.cat((-sizes[sizes < 1e4], torch.zeros(1), sizes, torch.tensor([math.inf, math.nan])))
+    weights = [gates[:, None].to(device), torch.ones(len(gates), 1, device=device)]
+    got = decode_linear(torch.ones(1, 1, device=device), weights, gate=True, activation="gelu_tanh")[0].cpu().double()
+    exact = torch.nn.functional.gelu(gates.double(), approximate="tanh")
+    torch.testing.assert_close(got, exact, rtol=1e-6, atol=1e-9, equal_nan=True)
+    near = gates.abs() < 1
+    torch.testing.assert_close(got[near], exact[near], rtol=1e-6, atol=0)

@@ -21,6 +21,22 @@ Case = dict[str, Any]
 DTYPES = [torch.float32, pytest.param(torch.bfloat16, marks=NO_BF16)]
 
 
+FAMILIES: dict[str, dict[str, Any]] = {
+    "olmo": {"norms": "whole", "before": False, "after": True, "norm_offset": 0.0},
+    "gemma": {
+        "norms": "heads", "after": True, "norm_offset": 1.0, "activation": "gelu_tanh", "softcap": 1.5,
+        "windows": (6, 0), "tables": (1, 0),
+    },
+    "granite": {"biases": True, "factor": 0.3},
+    "narrow tables": {"rotated": 12, "tables": (0, 1), "own_tables": True},
+    "all": {
+        "norms": "whole", "after": True, "norm_offset": 1.0, "activation": "gelu_tanh", "softcap": 1.5,
+        "windows": (0, 6), "rotated": 10, "tables": (1, 0), "factor": 0.3, "biases": True,
+    },
+}  # fmt: skip
+"""What `make` makes of layers other than Llama's; "narrow tables" as Phi-4-mini and SmolLM3 have them."""
+
+
 class PlainOps:
     """The ops in PyTorch, matrix products in the dtype of the activations."""
 
@@ -40,8 +56,12 @@ def make(
     width: int = 40,
     inner: int = 52,
     windows: tuple[int, ...] = (0, 0),
-    norms: bool = False,
+    norms: str = "",
+    before: bool = True,
+    after: bool = False,
     biases: bool = False,
+    rotated: int = 0,
+    tables: tuple[int, ...] | None = None,
     int8: tuple[str, ...] = (),
     kinds: dict[str, str] | None = None,
     group: int = 0,
@@ -50,11 +70,14 @@ def make(
     spare: int = 5,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
+    **options: Any,
 ) -> Case:
     """Random inputs; the cache is NaN from row cache_lens on, so that only rows that were written are numbers.
 
-    Of the projections, those in `int8` (of "qkv", "o", "gate" and "down") are int8 with scales, and those in `kinds`
-    are of that kind of `stored`.
+    `norms` are those of q and k: of "heads", of "whole" projections, or "". Other norms are `before` attention and MLP,
+    and `after` them. `rotated` numbers of each head are rotated, 0 for all. Of the projections, those in `int8` (of
+    "qkv", "o", "gate" and "down") are int8 with scales, and those in `kinds` are of that kind of `stored`. `options`
+    are arguments of the op.
     """
     batch, rows, layers = len(lens), max(lens) + nodes + spare, len(windows)
     # One sequence's trees: each node's parent is an earlier node.
@@ -87,15 +110,18 @@ def make(
             "o": (width, heads * dim), "gate": (inner, width), "up": (inner, width), "down": (width, inner),
         }  # fmt: skip
         groups = {"q": "qkv", "k": "qkv", "v": "qkv", "up": "gate"}
-        own = (1 + random(dim) / 8, 1 + random(dim) / 8) if norms else (None, None)
+        norm_sizes = {"heads": (dim, dim), "whole": (heads * dim, kv_heads * dim)}.get(norms, (0, 0))
+        sizes = (width * before, width * before, *norm_sizes, width * after, width * after)
+        input_norm, post_norm, *own = (1 + random(size) / 8 if size else None for size in sizes)
         projections = [projection(groups.get(name, name), *shape) for name, shape in shapes.items()]
-        return LayerWeights(1 + random(width) / 8, 1 + random(width) / 8, projections, *own)
+        return LayerWeights(input_norm, post_norm, projections, *own)
 
     weights, forms = packed([layer() for _ in windows], 1 + random(width) / 8)
     kv = torch.randn(layers, 2, batch, kv_heads, rows, dim)
     for b, length in enumerate(lens):
         kv[:, :, b, :, length:] = torch.nan
-    angles = torch.rand((batch, rows, dim // 2) if own_tables else (rows, dim // 2)) * 6
+    several = () if tables is None else (max(tables) + 1,)
+    angles = torch.rand(*several, *(batch,) * own_tables, rows, (rotated or dim) // 2) * 6
     angles = torch.cat((angles, angles), -1)
     return {
         "hidden": random(batch, nodes, width),
@@ -110,7 +136,8 @@ def make(
         "windows": list(windows),
         "eps": 1e-5,
         "scale": dim**-0.5,
-    }
+        "tables": tables,
+    } | options
 
 
 def run(case: Case, op: Any = decoder_layers) -> tuple[Tensor, Tensor]:
@@ -222,9 +249,19 @@ def test_reference_agrees_with_a_layer_written_out() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("norms", [False, True])
-def test_matches_fp64_on_every_device(device: str, norms: bool, dtype: torch.dtype) -> None:
-    check(make(9, [3, 70, 0], dim=64, width=128, inner=192, norms=norms, biases=norms, dtype=dtype, device=device))
+@pytest.mark.parametrize("norms", ["", "heads"])
+def test_matches_fp64_on_every_device(device: str, norms: str, dtype: torch.dtype) -> None:
+    biases = bool(norms)
+    check(make(9, [3, 70, 0], dim=64, width=128, inner=192, norms=norms, biases=biases, dtype=dtype, device=device))
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layers_of_other_families_match_fp64(device: str, family: str, dtype: torch.dtype) -> None:
+    options: dict[str, Any] = {"dtype": dtype, "device": device} | FAMILIES[family]
+    case = make(9, [3, 70, 0], dim=16, width=96, inner=128, **options)
+    check(case, within_twice=assert_typical_error_within_twice)
 
 
 @of_the_cpu
@@ -244,7 +281,7 @@ def test_matches_fp64(dtype: torch.dtype, data: st.DataObject) -> None:
         width=data.draw(st.sampled_from([7, 32, 50, 129]), label="width"),
         inner=data.draw(st.sampled_from([7, 33, 64, 100]), label="inner"),
         windows=data.draw(st.sampled_from([(0,), (0, 0), (1, 5), (0, 70)]), label="windows"),
-        norms=data.draw(st.booleans(), label="norms"),
+        norms=data.draw(st.sampled_from(["", "heads"]), label="norms"),
         biases=data.draw(st.booleans(), label="biases"),
         int8=data.draw(st.sampled_from([(), ("qkv",), ("o", "gate"), ("qkv", "o", "gate", "down")]), label="int8"),
         own_tables=data.draw(st.booleans(), label="own_tables"),
@@ -288,7 +325,7 @@ def test_what_is_not_served_by_the_library_is_right_too(change: dict[str, Any]) 
 @pytest.mark.parametrize("threads", [1, 3])
 def test_repeated_calls_are_bit_equal(threads: int, dtype: torch.dtype) -> None:
     """Whatever the number of threads, and the rows beside a sequence."""
-    case = make(8, [70, 5], norms=True, biases=True, own_trees=True, own_tables=True, dtype=dtype)
+    case = make(8, [70, 5], norms="heads", biases=True, own_trees=True, own_tables=True, dtype=dtype)
     wanted, wanted_kv = run(case)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -369,10 +406,10 @@ def test_bad_arguments_are_refused(change: dict[str, Any], message: str) -> None
 
 
 def test_passes_opcheck(device: str) -> None:
-    case = make(4, [3, 1], biases=True, norms=True, dim=16, device=device)
+    case = make(4, [3, 1], biases=True, norms="heads", dim=16, device=device)
     # opcheck compares clones of the inputs, for which NaN would never be equal.
     case["kv"] = case["kv"].nan_to_num()
-    options = {name: case.pop(name) for name in ("windows", "eps", "scale")}
+    options = {name: case.pop(name) for name in ("windows", "eps", "scale", "tables")}
     torch.library.opcheck(torch.ops.medusa_kernels.decoder_layers.default, tuple(case.values()), options)
 
 

@@ -121,8 +121,16 @@ def test_set_reads_layers_whose_projections_are_stored_differently(dtype: torch.
 @pytest.mark.parametrize("int8", [(), ("qkv", "o", "gate", "down")], ids=["floats", "int8"])
 def test_set_serves_decoder_layers(int8: tuple[str, ...], dim: int, dtype: torch.dtype) -> None:
     case = test_decoder_layers.make(
-        70, [100, 7], dim=dim, windows=(0, 70), norms=True, biases=True, int8=int8, own_trees=True, dtype=dtype
+        70, [100, 7], dim=dim, windows=(0, 70), norms="heads", biases=True, int8=int8, own_trees=True, dtype=dtype
     )
+    test_decoder_layers.check(case, within_twice=assert_typical_error_within_twice)
+
+
+@pytest.mark.usefixtures("isa", "poisoned_memory")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_set_serves_layers_of_other_families(dtype: torch.dtype) -> None:
+    options = test_decoder_layers.FAMILIES["all"]
+    case = test_decoder_layers.make(9, [70, 7], dim=24, dtype=dtype, **options)
     test_decoder_layers.check(case, within_twice=assert_typical_error_within_twice)
 
 
@@ -283,4 +291,4 @@ def test_one_hot_rows_return_columns_bit_for_bit() -> None:
 @pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_set_serves_a_cache_in_8_bits(dtype: torch.dtype) -> None:
-    test_cache_rows.test_layers_append_and_read_rows_in_8_bits("cpu", dtype, 80, (0, 6))
+    test_cache_rows.test_layers_append_and_read_rows_in_8_bits("cpu", dtype, 80, {"windows": (0, 6)})
