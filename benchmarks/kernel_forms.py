@@ -519,20 +519,30 @@ def _linear_form(
 
 def _add_rms_norm(device: Device) -> Iterator[Specialisation]:
     """Yield the usual row lengths in bf16, with a sum and without, and one form of each other kind."""
-    forms = [(torch.bfloat16, size, parts) for size in (2048, 4096, 5120, 8192) for parts in (0, 1, 2)]
-    forms += [(torch.bfloat16, 8192, MOST_PARTS), (torch.bfloat16, 4095, 1)]
-    forms += [(dtype, size, 1) for dtype in (torch.float16, torch.float32) for size in (4096, 8192)]
-    for dtype, size, parts in forms:
+    bf16, llama = torch.bfloat16, (None, True, False)
+    forms: list[tuple[Any, ...]] = [(bf16, size, n, *llama) for size in (2048, 4096, 5120, 8192) for n in (0, 1, 2)]
+    forms += [(bf16, 8192, MOST_PARTS, *llama), (bf16, 4095, 1, *llama)]
+    forms += [(dtype, size, 1, *llama) for dtype in (torch.float16, torch.float32) for size in (4096, 8192)]
+    # OLMo norms delta alone, Gemma delta and the sum.
+    forms += [(bf16, 4096, parts, 0.0, parts == 0, parts > 0) for parts in (0, 1, 2)]
+    forms += [(bf16, 3584, parts, 1.0, True, parts > 0) for parts in (0, 1, 2)]
+    forms += [(dtype, 5376, 2, 1.0, True, True) for dtype in (bf16, torch.float32)]
+    for dtype, size, parts, offset, normed, delta_normed in forms:
         kind, pdl, aligned = TRITON_TYPES[dtype], has_programmatic(device), size % 16 == 0
-        yield specialise(
+        absent = [name for name, has in (("weight", normed), ("delta_norm", delta_normed)) if not has]
+        found = specialise(
             f"add_rms_norm {kind} H{size}" + (" sum" if parts == 1 else f" {parts} parts" * (parts > 0)) + " pdl" * pdl
-            + (" unit1" if not aligned else ""),
+            + (" unit1" if not aligned else "") + " normed delta" * delta_normed
+            + ("" if offset is None else f" offset {offset}"),
             add_rms_norm._add_rms_norm_kernel,
-            {"x weight total normed": f"*{kind}", "delta": f"*{kind if parts < 2 else 'fp32'}", "eps": "fp32"},
-            {"PARTS": parts, "PDL": pdl, "EARLY": pdl, "BLOCK_H": triton.next_power_of_2(size)},
+            {"x weight delta_norm total normed": f"*{kind}", "delta": f"*{kind if parts < 2 else 'fp32'}",
+             "eps": "fp32"},
+            {"PARTS": parts, "PDL": pdl, "EARLY": pdl, "BLOCK_H": triton.next_power_of_2(size), "OFFSET": offset}
+            | dict.fromkeys(absent),
             add_rms_norm.configuration(size),
             aligned=("size", "stride_x_m", "stride_delta_m") if aligned else (),
         )  # fmt: skip
+        yield replace(found, options=add_rms_norm.options(delta_normed))
 
 
 def _tree_accept(device: Device) -> Iterator[Specialisation]:

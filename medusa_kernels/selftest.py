@@ -164,6 +164,7 @@ def _add_rms_norm(generator: torch.Generator) -> Iterator[Case]:
     yield (x, delta, torch.randn(200, generator=generator), 1e-6), {}
     parts = torch.randn(3, 3, 200, generator=generator)
     yield (x, parts, torch.randn(200, generator=generator), 1e-6), {}
+    yield (x, parts, None, 1e-6), {"delta_norm": torch.randn(200, generator=generator), "norm_offset": 1.0}
 
 
 _PATHS = [[0, 0, 0, 0], [0, 1, 1, 1], [0, 2, 2, 2], [0, 1, 3, 3], [0, 1, 3, 4]]

@@ -3,7 +3,6 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
@@ -17,17 +16,47 @@ def configuration(size: int) -> launch.Warps:
     return launch.Warps(num_warps=min(16, max(1, triton.next_power_of_2(size) // 512)), num_stages=1)
 
 
+def options(delta_normed: bool) -> dict[str, bool]:
+    """Return the compiler options of a launch. Fused, a norm's last product and the sum would be rounded only once."""
+    return launch.OPTIONS | {"enable_fp_fusion": not delta_normed}
+
+
+@triton.jit
+def weighted(b_normed, b_weight, OFFSET: tl.constexpr):
+    """Return fp32 numbers, rounded to the weight's dtype, times the weight, or else times OFFSET + weight; rounded."""
+    b_factor = b_weight.to(tl.float32)
+    if OFFSET is None:
+        b_normed = b_normed.to(b_weight.dtype).to(tl.float32)
+    else:
+        b_factor += OFFSET
+    return (b_normed * b_factor).to(b_weight.dtype)
+
+
+@triton.jit
+def _normed(b_x, b_weight, size, eps, OFFSET: tl.constexpr):
+    """Return x / sqrt(mean(x^2) + eps), `weighted`: [BLOCK_H]."""
+    b_wide = b_x.to(tl.float32)
+    square = tl.sum(b_wide * b_wide, 0)
+    if b_x.dtype == tl.float32:
+        # Quotients and roots are approximate by default; the rounding to 16 bits hides that, fp32 does not.
+        b_normed = tl.div_rn(b_wide, tl.sqrt_rn(tl.div_rn(square, size * 1.0) + eps))
+    else:
+        b_normed = b_wide * tl.rsqrt(square / size + eps)
+    return weighted(b_normed, b_weight, OFFSET)
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _add_rms_norm_kernel(
-    x, delta, weight, total, normed,
+    x, delta, weight, delta_norm, total, normed,
     rows, size, stride_x_m, stride_delta_m, eps,
-    PARTS: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, BLOCK_H: tl.constexpr,
+    PARTS: tl.constexpr, OFFSET: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Compute s = x + delta and weight * (s / sqrt(mean(s^2) + eps)) for one row.
 
-    x [M, H], delta [PARTS, M, H] and weight [H] give total (s, if there are PARTS) and normed [M, H], which are
-    contiguous. Parts are added in order, then x. The sum, the quotient and its product with the weight are each
-    computed in fp32 and rounded to the dtype of x.
+    x [M, H], delta [PARTS, M, H] and weight [H] give total (s, if there are PARTS) and normed [M, H] (if there is a
+    weight), which are contiguous. Parts are added in order, then x. The sum, the quotient and its product with the
+    weight are each computed in fp32 and rounded to the dtype of x; with an OFFSET the quotient is not rounded, and the
+    factor is OFFSET + weight. With delta_norm [H] the parts' sum is rounded and normalised likewise before x is added.
     """
     i_m = tl.program_id(0).to(tl.int64)
     o_h = tl.arange(0, BLOCK_H)
@@ -38,8 +67,9 @@ def _add_rms_norm_kernel(
         tl.extra.cuda.gdc_wait()
         if not EARLY:
             tl.extra.cuda.gdc_launch_dependents()
-    # [BLOCK_H]
-    b_weight = tl.load(weight + o_h, mask=m_h, other=0.0)
+    if weight is not None:
+        # [BLOCK_H]
+        b_weight = tl.load(weight + o_h, mask=m_h, other=0.0)
     # [BLOCK_H]
     b_x = tl.load(x + i_m * stride_x_m + o_h, mask=m_h, other=0.0)
     if PARTS > 0:
@@ -48,25 +78,22 @@ def _add_rms_norm_kernel(
         b_delta = tl.load(p_delta, mask=m_h, other=0.0).to(tl.float32)
         for part in tl.static_range(1, PARTS):
             b_delta += tl.load(p_delta + part * rows.to(tl.int64) * stride_delta_m, mask=m_h, other=0.0)
+        if delta_norm is not None:
+            # [BLOCK_H]
+            b_norm = tl.load(delta_norm + o_h, mask=m_h, other=0.0)
+            b_delta = _normed(b_delta.to(b_x.dtype), b_norm, size, eps, OFFSET).to(tl.float32)
         b_x = (b_x.to(tl.float32) + b_delta).to(b_x.dtype)
         tl.store(total + i_m * size + o_h, b_x, mask=m_h)
-    b_wide = b_x.to(tl.float32)
-    square = tl.sum(b_wide * b_wide, 0)
-    if b_x.dtype == tl.float32:
-        # Quotients and roots are approximate by default; the rounding to 16 bits hides that, fp32 does not.
-        b_normed = tl.div_rn(b_wide, tl.sqrt_rn(tl.div_rn(square, size * 1.0) + eps))
-    else:
-        b_normed = (b_wide * tl.rsqrt(square / size + eps)).to(b_x.dtype)
-    b_out = (b_normed.to(tl.float32) * b_weight.to(tl.float32)).to(b_x.dtype)
-    tl.store(normed + i_m * size + o_h, b_out, mask=m_h)
+    if weight is not None:
+        b_out = _normed(b_x, b_weight, size, eps, OFFSET)
+        tl.store(normed + i_m * size + o_h, b_out, mask=m_h)
 
 
 def add_rms_norm(x, delta, weight, eps, *, delta_norm=None, norm_offset=None):
-    """Launch the kernel, one program per row; see the public `add_rms_norm`. Without delta the sum is empty."""
+    """Launch the kernel, one program per row; see the public `add_rms_norm`. Results without their input are empty."""
     size = x.shape[-1]
-    normed = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    total = normed.new_empty(0 if delta is None else x.shape)
-    if not normed.numel():
+    total, normed = (x.new_empty(0 if part is None else x.shape) for part in (delta, weight))
+    if not x.numel():
         return total, normed
     flat = as_rows(x)
     added = flat if delta is None else as_rows(delta)
@@ -75,11 +102,11 @@ def add_rms_norm(x, delta, weight, eps, *, delta_norm=None, norm_offset=None):
     pdl = programmatic(x.device)
     with launch.on_device(x):
         _add_rms_norm_kernel[(rows,)](
-            flat, added, weight.contiguous(), total, normed,
+            flat, added, *(None if w is None else w.contiguous() for w in (weight, delta_norm)), total, normed,
             rows, size, flat.stride(0), added.stride(0), eps,
-            PARTS=0 if delta is None else added.shape[0] // rows, PDL=pdl,
+            PARTS=0 if delta is None else added.shape[0] // rows, OFFSET=norm_offset, PDL=pdl,
             EARLY=pdl and at_once(launch.describe(x.device), rows), BLOCK_H=triton.next_power_of_2(size),
-            num_warps=config.num_warps, num_stages=config.num_stages, **launch.OPTIONS,
+            num_warps=config.num_warps, num_stages=config.num_stages, **options(delta_norm is not None),
             **launch_options(pdl),
         )  # fmt: skip
     return total, normed

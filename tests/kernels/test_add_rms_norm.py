@@ -1,4 +1,4 @@
-"""add_rms_norm against a residual addition followed by transformers' LlamaRMSNorm, and against fp64."""
+"""add_rms_norm against a residual addition followed by transformers' norms, mostly Llama's, and against fp64."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from modes import DTYPES
 from torch import Tensor
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
 from benchmarks.inspection import TARGETS
 from medusa_kernels import add_rms_norm, reference
 from medusa_kernels._registry import interpreted
 
 Case = tuple[Tensor, Tensor | None, Tensor]
+NORMS = {None: LlamaRMSNorm, 0.0: Olmo2RMSNorm, 1.0: Gemma2RMSNorm}
+"""By offset of the weight."""
 
 
 def make(
@@ -27,16 +31,18 @@ def make(
     return x, other if delta else None, (1 + torch.randn(shape[-1]) / 4).to(device, dtype)
 
 
-def of_transformers(total: Tensor, weight: Tensor, eps: float) -> Tensor:
-    layer = LlamaRMSNorm(weight.shape[0], eps)
+def of_transformers(total: Tensor, weight: Tensor, eps: float, offset: float | None = None) -> Tensor:
+    layer = NORMS[offset](weight.shape[0], eps)
     layer.weight = torch.nn.Parameter(weight, requires_grad=False)
     return layer(total)
 
 
-def exact(total: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`w * s / sqrt(mean(s^2) + eps)` in fp64."""
+def exact(total: Tensor, weight: Tensor, eps: float, offset: float | None = None) -> Tensor:
+    """`(o + w) * s / sqrt(mean(s^2) + eps)` in fp64."""
     wide = total.double()
-    return weight.double() * wide / (wide.square().sum(-1, keepdim=True) / wide.shape[-1] + eps).sqrt()
+    return (
+        ((offset or 0) + weight.double()) * wide / (wide.square().sum(-1, keepdim=True) / wide.shape[-1] + eps).sqrt()
+    )
 
 
 def check(case: Case, eps: float = 1e-5) -> None:
@@ -85,6 +91,34 @@ def test_rounds_at_the_same_points_as_transformers(device: str, dtype: torch.dty
     assert same > 0.999
 
 
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("offset", NORMS)
+@pytest.mark.parametrize("parts", [0, 3])
+def test_delta_is_normed_and_weights_have_an_offset(
+    device: str, parts: int, offset: float | None, dtype: torch.dtype
+) -> None:
+    """As after the attention of OLMo 2 and Gemma 2; each 16-bit result is rounded where transformers rounds it."""
+    x, delta, weight = make(5, 1000, dtype=dtype, device=device)
+    assert delta is not None
+    delta_norm, rounded = weight.flip(0), delta
+    if parts:
+        delta = torch.randn(parts, *x.shape, device=device)
+        rounded = reference.added(delta).to(dtype)
+    norms: dict[str, Any] = {"delta_norm": delta_norm, "norm_offset": offset}
+    total, normed = add_rms_norm(x, delta, weight, 1e-5, **norms)
+    plain_total = x + of_transformers(rounded, delta_norm, 1e-5, offset)
+    assert_within_twice(total, plain_total, x.double() + exact(rounded, delta_norm, 1e-5, offset))
+    plain = of_transformers(total, weight, 1e-5, offset)
+    assert_within_twice(normed, plain, exact(total, weight, 1e-5, offset))
+    if dtype != torch.float32:
+        assert (total == plain_total).double().mean() > 0.999
+        assert (normed == plain).double().mean() > 0.999
+    alone, same = add_rms_norm(x, delta, None, 1e-5, **norms)
+    assert same is alone
+    assert torch.equal(alone, total)
+
+
 @pytest.mark.parametrize("delta", [False, True])
 def test_leading_axes_and_strides_are_supported(device: str, delta: bool) -> None:
     """Inputs as slices of larger tensors, whose other numbers are NaN."""
@@ -121,6 +155,11 @@ def test_reference_in_fp64_is_exact(delta: bool) -> None:
     total, normed = reference.add_rms_norm(*case, 1e-5)
     assert torch.equal(total, case[0] if case[1] is None else case[0] + case[1])
     torch.testing.assert_close(normed, exact(total, case[2], 1e-5), rtol=1e-12, atol=1e-12)
+    if case[1] is not None:
+        total, normed = reference.add_rms_norm(*case, 1e-5, delta_norm=case[2], norm_offset=1.0)
+        wanted = case[0] + exact(case[1], case[2], 1e-5, 1.0)
+        torch.testing.assert_close(total, wanted, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(normed, exact(wanted, case[2], 1e-5, 1.0), rtol=1e-12, atol=1e-12)
 
 
 BAD = {
@@ -131,6 +170,8 @@ BAD = {
     "parts-none": ({"delta": torch.zeros(0, 2, 4)}, "delta: expected at least one part, got 0"),
     "weight-shape": ({"weight": torch.zeros(5)}, r"weight: expected shape \[4\]"),
     "weight-dtype": ({"weight": torch.zeros(4).half()}, "weight: expected dtype"),
+    "weight-none": ({"weight": None}, "weight: expected a tensor, as there is no delta, got None"),
+    "norm-alone": ({"delta_norm": torch.zeros(4)}, "delta_norm: expected None, as there is no delta"),
 }
 
 
@@ -165,5 +206,7 @@ def test_passes_opcheck(device: str, delta: bool) -> None:
     if delta:
         parts = torch.randn(2, *case[0].shape, device=device)
         torch.library.opcheck(torch.ops.medusa_kernels.add_rms_norm.default, (case[0], parts, case[2], 1e-5))
+        norms = {"delta_norm": case[2], "norm_offset": 1.0}
+        torch.library.opcheck(torch.ops.medusa_kernels.add_rms_norm.default, (*case[:2], None, 1e-5), norms)
         permuted = case[0].transpose(0, 1), parts.transpose(1, 2), case[2], 1e-5
         torch.library.opcheck(torch.ops.medusa_kernels.add_rms_norm.default, permuted)
