@@ -473,7 +473,8 @@ def _decode_linear(device: Device) -> Iterator[Specialisation]:
 
 def _linear_form(
     device, dtype, rows, features,
-    *, gate=False, bias=False, residual=False, size=4096, elements=VECTOR, config=None, parts=1, stored=(),
+    *, gate=False, bias=False, residual=False, size=4096, elements=VECTOR, config=None, parts=1, stored=(), gelu=False,
+    factor=False,
 ):  # fmt: skip
     """Describe one compiled form whose strides are multiples of `elements`; the configuration may be given.
 
@@ -491,24 +492,30 @@ def _linear_form(
         "decode_linear", kind, f"x {form}" + f" g{group}" * (group > 0) + " zeros" * bool(zeros) if stored else "",
         "gated" if gate else f"{len(features)} of {sum(features)}",
         f"{'swapped ' if config.swap else ''}{config.block_m}x{config.block_n}x{config.block_k}",
-        f"{parts} parts" * (parts > 1), "bias" * bias, "residual" * residual, "pdl" * pdl, "" if even else "masked",
+        f"{parts} parts" * (parts > 1), "bias" * bias, "residual" * residual, "gelu" * gelu,
+        "factor" * factor, "pdl" * pdl, "" if even else "masked",
         "" if elements == VECTOR else f"unit{elements}",
     )  # fmt: skip
-    kernel = decode_linear._stored_linear_kernel if stored else decode_linear._decode_linear_kernel
+    kernel = decode_linear._decode_linear_kernel
     integers = [n for n in kernel.arg_names if n.startswith(("size", "features", "stride"))]
     held = programs(config, device, dtype, gate, bits)
-    types = {"x w0 w1 w2 b0 b1 b2 residual": f"*{kind}", "out": f"*{kind if parts == 1 else 'fp32'}"}
-    constants = {}
+    types = {
+        "x w0 w1 w2 b0 b1 b2 residual": f"*{kind}", "out": f"*{kind if parts == 1 else 'fp32'}", "factor": "fp32"
+    }  # fmt: skip
+    constants = decode_linear.form_constants(form, dtype, group, bool(zeros)) | ({} if group else {"groups": 1})
+    if not factor:
+        constants["factor"] = None
     if stored:
         types |= {"w0 w1 w2": "*i8" if form == "int8" else "*u8", "s0 s1 s2": "*fp32"}
         types["z0 z1 z2"] = "*u8" if zeros else "*fp32"
-        constants = decode_linear.stored_constants(form, dtype, size, group, bool(zeros))
+    else:
+        constants |= dict.fromkeys(("s0", "s1", "s2", "z0", "z1", "z2"))
     found = specialise(
         " ".join(word for word in words if word),
         kernel,
         types,
-        {"COUNT": len(features), "PARTS": parts, "GATE": gate, "HAS_BIAS": bias, "HAS_RESIDUAL": residual,
-         "EVEN_K": even, "SWAP": config.swap, "PDL": pdl, "EARLY": pdl, "PREFETCH": ahead,
+        {"COUNT": len(features), "PARTS": parts, "GATE": gate, "GELU": gelu, "HAS_BIAS": bias,
+         "HAS_RESIDUAL": residual, "EVEN_K": even, "SWAP": config.swap, "PDL": pdl, "EARLY": pdl, "PREFETCH": ahead,
          "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, **constants},
         config,
         aligned=tuple(integers) if elements == VECTOR else (),

@@ -121,7 +121,8 @@ class Stream:
 
 def _linear_stream(launch: Launch) -> Stream:
     a = launch.arguments
-    tile = a["BLOCK_N"] * (1 + a["GATE"]) * a["BLOCK_K"] * a["w0"].itemsize
+    # A row of a weight in 4 bits has fewer bytes than x has columns.
+    tile = a["BLOCK_N"] * (1 + a["GATE"]) * a["BLOCK_K"] * a["w0"].shape[1] * a["w0"].itemsize // a["x"].shape[1]
     # The parts of one tile of weight rows read x once between them.
     return Stream(tile, {"x": launch.programs // a["PARTS"]})
 

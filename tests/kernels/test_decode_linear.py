@@ -14,12 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from modes import DTYPES, of_the_cpu
 from torch import Tensor
+from transformers.activations import ACT2FN
 
 from benchmarks.inspection import TARGETS
 from medusa_kernels import add_rms_norm, decode_linear, quantised, reference
 from medusa_kernels._registry import interpreted, served_by
 
 Case = dict[str, Any]
+ACTIVATIONS = {"silu": torch.nn.functional.silu, "gelu_tanh": ACT2FN["gelu_pytorch_tanh"]}
 FORMS = ("one", "residual", "two", "three", "gate", "gate and residual")
 
 
@@ -32,8 +34,6 @@ def make(
     gate: bool = False,
     residual: bool = False,
     int8: bool = False,
-    activation: str = "silu",
-    factor: float = 1.0,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> Case:
@@ -56,18 +56,17 @@ def make(
         "gate": gate,
         "residual": random(*shape, sum(features)) if residual else None,
         "scales": [(torch.rand(n) + 0.5).to(device) / 64 / size**0.5 for n in features] if int8 else None,
-        "activation": activation,
-        "factor": factor,
+        "activation": "silu",
+        "factor": 1.0,
     }
 
 
 def run(case: Case) -> Tensor:
-    options = {name: case[name] for name in ("gate", "residual", "scales", "activation", "factor")}
-    return decode_linear(case["x"], case["weights"], case["biases"], **options)
+    return decode_linear(**case)
 
 
 def products(case: Case) -> list[Tensor]:
-    """`x W^T + b` of every weight, times the factor and with its part of the residual, in the case's dtype."""
+    """`(x W^T + b) factor` of each weight, with its part of the residual, as sums, in the case's dtype."""
     found = []
     for i, weight in enumerate(case["weights"]):
         if case["scales"] is not None:
@@ -85,20 +84,18 @@ def with_residual(case: Case, found: list[Tensor]) -> list[Tensor]:
 
 def exact(case: Case) -> Tensor:
     found = products(cast(case, torch.float64))
-    if case["gate"]:
-        return gated(case, found[0]) * found[1]
-    return torch.cat(found, -1)
+    return activated(case, found[0]) * found[1] if case["gate"] else torch.cat(found, -1)
 
 
-def gated(case: Case, x: Tensor) -> Tensor:
-    if case["activation"] == "gelu_tanh":
-        return torch.nn.functional.gelu(x, approximate="tanh")
-    return torch.nn.functional.silu(x)
+def activated(case: Case, x: Tensor) -> Tensor:
+    if case["activation"] == "silu":
+        return x / (1 + torch.exp(-x))
+    return x / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (x + 0.044715 * x**3)))
 
 
 def plain(case: Case) -> Tensor:
     """The same in PyTorch's own layers, in the dtype of the case."""
-    linear = torch.nn.functional.linear
+    linear, activation = torch.nn.functional.linear, ACTIVATIONS[case["activation"]]
     weights = case["weights"]
     if case["scales"] is not None:
         weights = [(w * scale[:, None]).to(case["x"].dtype) for w, scale in zip(weights, case["scales"], strict=True)]
@@ -106,7 +103,7 @@ def plain(case: Case) -> Tensor:
     found = [linear(case["x"], w, b) * case["factor"] for w, b in zip(weights, given_biases, strict=True)]
     if case["residual"] is not None:
         found = with_residual(case, found)
-    return gated(case, found[0]) * found[1] if case["gate"] else torch.cat(found, -1)
+    return activation(found[0]) * found[1] if case["gate"] else torch.cat(found, -1)
 
 
 def largest(case: Case) -> float:
@@ -230,8 +227,7 @@ def stored(case: Case, kind: str) -> tuple[Case, Case]:
 
 def check_stored(kind: str, case: Case, parts: int = 1) -> None:
     case, wide = stored(case, kind)
-    names = ("biases", "gate", "residual", "scales", "zeros", "codes", "activation", "factor")
-    got = decode_linear(case["x"], case["weights"], parts=parts, **{name: case[name] for name in names})
+    got = decode_linear(**case, parts=parts)
     rounded = cast(wide, case["x"].dtype)
     if parts > 1:
         got, rounded = got.sum(0), cast(rounded, torch.float32)
@@ -248,20 +244,6 @@ def test_weights_in_4_and_8_bits_are_those_of_the_oracle(device: str, kind: str,
     check_stored(kind, make(17, 384, (70, 70), biases=(True, True), gate=True, dtype=dtype, device=device))
     check_stored(kind, make(1, 384, (65,), residual=True, dtype=dtype, device=device))
     check_stored(kind, make(16, 384, (140, 33, 70), biases=(True, False, True), dtype=dtype, device=device), parts=2)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [1, 17, 65])
-def test_gates_by_gelu_and_products_by_a_factor(device: str, rows: int, dtype: torch.dtype) -> None:
-    options: dict[str, Any] = {"dtype": dtype, "device": device}
-    for form in ("gate", "gate and residual"):
-        check(make_form(form, rows, 256, (70, 0, 0), activation="gelu_tanh", **options))
-    check(make_form("two", rows, 256, (70, 33, 0), factor=-3.0, biases=(True, False), **options))
-    case = make(rows, 384, (70, 70), gate=True, activation="gelu_tanh", **options)
-    check_stored("int4-32-zeros", case)
-    case = make(rows, 384, (70,), factor=0.25, biases=(True,), **options)
-    check_stored("int4-32-zeros", case | {"residual": torch.randn(rows, 70).to(device, dtype)})
-    check_stored("int4-32-zeros", case, parts=2)
 
 
 @pytest.mark.usefixtures("poisoned_memory")
@@ -332,6 +314,32 @@ def test_biases_are_added(device: str, present: tuple[bool, ...], dtype: torch.d
     check(make(3, 128, (70, 33, 20), biases=present, dtype=dtype, device=device))
     check(make(3, 128, (70, 70), biases=present[:2], gate=True, dtype=dtype, device=device))
     check(make(3, 128, (70,), biases=present[:1], residual=True, dtype=dtype, device=device))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [3, 257])
+def test_gate_by_gelu(device: str, rows: int, dtype: torch.dtype) -> None:
+    """As transformers' Gemma2MLP; 257 rows are PyTorch's on every device. Gates far from zero are closed or open."""
+    options = {"gate": True, "dtype": dtype, "device": device}
+    gelu = {"activation": "gelu_tanh"}
+    check(make(rows, 72, (70, 70), biases=(True, True), residual=True, **options) | gelu)
+    check(make(rows, 72, (33, 33), int8=True, **options) | gelu)
+    check_stored("int4-32-zeros", make(rows, 384, (33, 33), **options) | gelu)
+    gates = torch.tensor([[-1e4], [-20.0], [20.0], [1e4]]).to(device, dtype)
+    got = decode_linear(torch.ones(rows, 1).to(device, dtype), [gates, torch.ones_like(gates)], gate=True, **gelu)
+    torch.testing.assert_close(got, gates.T.relu().expand(rows, -1), rtol=0, atol=1e-34)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [3, 257])
+def test_factor_of_products(device: str, rows: int, dtype: torch.dtype) -> None:
+    """Granite's, before its decoder layer adds the residual; of products in parts each has it, and so has their sum."""
+    options, factor = {"dtype": dtype, "device": device}, {"factor": 0.22}
+    check(make(rows, 72, (70,), biases=(True,), residual=True, **options) | factor)
+    check(make(rows, 72, (33, 20), biases=(True, False), int8=True, **options) | factor)
+    for kind in ("int4-32-zeros", "fp8"):
+        check_stored(kind, make(rows, 384, (33,), biases=(True,), residual=True, **options) | factor)
+        check_stored(kind, make(rows, 384, (33, 20), biases=(True, False), **options) | factor, parts=2)
 
 
 @pytest.mark.gpu
@@ -495,9 +503,9 @@ def test_reference_in_fp64_is_exact(form: str) -> None:
     case = make_form(form, 3, 24, (9, 5, 2), dtype=torch.float64)
     if case["residual"] is None:
         case["biases"] = [torch.randn(w.shape[0], dtype=torch.float64) for w in case["weights"]]
-    options = {name: case[name] for name in ("gate", "residual")}
-    got = reference.decode_linear(case["x"], case["weights"], case["biases"], **options)
-    torch.testing.assert_close(got, exact(case), rtol=1e-12, atol=1e-12)
+    for options in ({}, {"activation": "gelu_tanh"} if case["gate"] else {"factor": 0.22}):
+        got = reference.decode_linear(**(case | options))
+        torch.testing.assert_close(got, exact(case | options), rtol=1e-12, atol=1e-12)
 
 
 W = torch.zeros(5, 4)
@@ -510,6 +518,8 @@ BAD = {
     "gate-shape": ({"gate": True, "weights": [W, torch.zeros(6, 4)]}, r"weights\[1\]: expected shape \[5, 4\]"),
     "residual-shape": ({"residual": torch.zeros(3, 5)}, r"residual: expected shape \[2, 5\]"),
     "parts-many": ({"parts": 5}, "parts: expected 1 to the 4 columns of x, got 5"),
+    "activation": ({"activation": "relu"}, "activation: expected silu or gelu_tanh, got relu"),
+    "factor-gate": ({"factor": 0.5, "gate": True, "weights": [W, W]}, "factor: expected 1 with gate, got 0.5"),
     "parts-gate": ({"parts": 2, "gate": True, "weights": [W, W]}, "parts: expected 1 with gate or residual, got 2"),
 }
 
