@@ -158,16 +158,30 @@ def heads_topk(
 def tree_verify(
     hidden, weight, candidates, parents=None,
     *, temperature=0.0, noise=None, noise_rows=None, want_stats=True, weight_scale=None, weight_zero=None, codes="int4",
+    divisor=1.0, softcap=None,
 ):  # fmt: skip
     """Next token and statistics of every node; see the public `tree_verify`."""
     weight = dequantised(weight, weight_scale, weight_zero, codes, wide=_wide(hidden).dtype)
-    logits = _wide(hidden) @ _wide(weight).T
+    logits = scaled_logits(_wide(hidden) @ _wide(weight).T, divisor, softcap)
     if temperature > 0:
         logits = logits / temperature
     next_tokens = (logits if temperature == 0 else logits + of_nodes(noise, noise_rows)).argmax(-1)
     if not want_stats:
         return next_tokens, logits.new_empty(0), logits.new_empty(0), logits.new_empty(0)
     return next_tokens, *verify_stats(logits, candidates, parents)
+
+
+def scaled_logits(logits: Tensor, divisor: float = 1.0, softcap: float | None = None) -> Tensor:
+    """Return logits / divisor, then softcap tanh(logits / softcap), without a gradient in the memory of the logits.
+
+    Every operation rounds to the dtype of the logits.
+    """
+    out = None if logits.requires_grad else logits
+    if divisor != 1.0:
+        logits = torch.div(logits, divisor, out=out)
+    if softcap is None:
+        return logits
+    return torch.mul(torch.tanh(torch.div(logits, softcap, out=out), out=out), softcap, out=out)
 
 
 def of_nodes(noise: Tensor, noise_rows: Tensor | None) -> Tensor:

@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 from medusa_kernels import _checks, _cpu, quantised
 from medusa_kernels._registry import register, triton_or
 from medusa_kernels.decode_linear import MOST_ROWS_CPU
-from medusa_kernels.reference import of_nodes, verify_stats
+from medusa_kernels.reference import of_nodes, scaled_logits, verify_stats
 
 
 def tree_verify(
@@ -31,6 +31,8 @@ def tree_verify(
     weight_scale: Tensor | None = None,
     weight_zero: Tensor | None = None,
     codes: str = "int4",
+    divisor: float = 1.0,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Project every node to the vocabulary and keep what verification needs (the paper's section 2.3.1 and 2.1.2).
 
@@ -51,14 +53,16 @@ def tree_verify(
         weight_scale: fp32 `[V]`, the factor of each row of 8-bit numbers, or `[V, H / g]`, that of each group of codes.
         weight_zero: uint8 `[V, H / g]`, the zero points of int4 codes; None: 8.
         codes: what 4-bit codes stand for: "int4", "nf4" or "fp4".
+        divisor: logits are `hidden weight^T / divisor`.
+        softcap: logits become `softcap * tanh(logits / softcap)`, before the temperature. None: no cap.
 
     Returns:
         next_tokens int64 `[B, N]` (the lowest id on exact ties), and in fp32 `[B, N]`: the log-sum-exp of
         `logits / temperature`, the entropy in nats of its softmax, and the log-probability of `candidates[b, i]` under
         the softmax at its parent (0 for the root). At temperature 0 the statistics are those of temperature 1. Without
-        `want_stats` they have shape `[0]`. Logits are rounded to the dtype of hidden, as a model rounds them. On a GPU
-        they are not stored, except up to 2^24 at a time for 256 or more nodes in fp16 or bf16 at temperature 0 without
-        statistics.
+        `want_stats` they have shape `[0]`. Logits are rounded to the dtype of hidden, as a model rounds them: after
+        the product, after each division, after tanh and after the factor. On a GPU they are not stored, except up to
+        2^24 at a time for 256 or more nodes in fp16 or bf16 at temperature 0 without statistics.
 
     Raises:
         ValueError: an argument has a wrong shape, dtype, device or value (on the CPU also if a candidate is outside the
@@ -77,6 +81,8 @@ def tree_verify(
         shape = (nodes,) if parents.dim() == 1 else (batch, nodes)
         _checks.typed("parents", parents, shape, torch.int32, "hidden", hidden)
     _checks.require(temperature >= 0, "temperature", "0 or more", temperature)
+    _checks.require(divisor > 0, "divisor", "more than 0", divisor)
+    _checks.require(softcap is None or softcap > 0, "softcap", "None or more than 0", softcap)
     if noise is not None:
         rows = nodes if noise_rows is None else "R"
         _checks.typed("noise", noise, (batch, rows, vocabulary), torch.float32, "hidden", hidden)
@@ -96,12 +102,15 @@ def tree_verify(
         weight_scale=weight_scale,
         weight_zero=weight_zero,
         codes=codes,
+        divisor=divisor,
+        softcap=softcap,
     )
 
 
 def _linear(
     hidden, weight, candidates, parents=None,
     *, temperature=0.0, noise=None, noise_rows=None, want_stats=True, weight_scale=None, weight_zero=None, codes="int4",
+    divisor=1.0, softcap=None,
 ):  # fmt: skip
     """Run the op with all logits in memory, on any device. On a CPU the values of the indices are checked."""
     if want_stats and hidden.device.type == "cpu":
@@ -111,6 +120,7 @@ def _linear(
     if temperature > 0 and noise_rows is not None and hidden.device.type == "cpu":
         _in_range("noise_rows", noise_rows, 0, noise.shape[1])
     logits = linear(hidden, quantised.dequantised(weight, weight_scale, weight_zero, codes).to(hidden.dtype))
+    logits = scaled_logits(logits, divisor, softcap)
     if temperature > 0:
         logits = logits.float() / temperature
     next_tokens = _argmax(logits if temperature == 0 else logits + of_nodes(noise, noise_rows))
@@ -154,6 +164,7 @@ def _outputs(a: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _native(
     hidden, weight, candidates, parents=None,
     *, temperature=0.0, noise=None, noise_rows=None, want_stats=True, weight_scale=None, weight_zero=None, codes="int4",
+    divisor=1.0, softcap=None,
 ):  # fmt: skip
     """Run the op on a CPU: without statistics by the C++ library, which stores no logits."""
     batch, nodes, size = hidden.shape
@@ -163,7 +174,7 @@ def _native(
         return _linear(
             hidden, weight, candidates, parents, temperature=temperature,
             noise=noise, noise_rows=noise_rows, want_stats=want_stats, weight_scale=weight_scale,
-            weight_zero=weight_zero, codes=codes,
+            weight_zero=weight_zero, codes=codes, divisor=divisor, softcap=softcap,
         )  # fmt: skip
     next_tokens = candidates.new_empty(batch, nodes)
     # Tensors are held until the call has returned.
@@ -177,7 +188,7 @@ def _native(
             "argmax",
             _cpu.threads(), _cpu.TYPES[hidden.dtype], hidden, rows, size,
             *_cpu.matrix(weight, None, weight_scale, weight_zero, codes),
-            next_tokens, temperature, *drawn,
+            next_tokens, divisor, softcap or 0.0, temperature, *drawn,
         )  # fmt: skip
     except _cpu.OutsideError:
         _in_range("noise_rows", noise_rows, 0, noise.shape[1])

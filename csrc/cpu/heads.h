@@ -145,6 +145,7 @@ Result argmax(const Argmax& a) {
   for (int64_t token = 0; a.noise != nullptr && token < a.tokens; ++token) {
     if (noise_row(token) < 0 || noise_row(token) >= a.noises) return kOutside;
   }
+  const float divisor = static_cast<float>(a.divisor), softcap = static_cast<float>(a.softcap);
   const bool known = with_weight<A>(a.weight.type, [&](auto kind) {
     using W = decltype(kind);
     const int64_t vectors = prepared_vectors<W>(a.columns);
@@ -174,6 +175,8 @@ Result argmax(const Argmax& a) {
             }
             for (int64_t row = 0; row < rows; row += kLanes) {
               F logits = A::rounded(load<F>(sums + token * kChunk + row));
+              if (divisor != 1) logits = A::rounded(logits / divisor);
+              if (softcap > 0) logits = A::rounded(A::rounded(capped(A::rounded(logits / softcap), 1)) * softcap);
               if (noise != nullptr) logits = logits / float(a.temperature) + get<Float32>(noise + row, rows - row);
               for (int64_t lane = rows - row; lane < kLanes; ++lane) logits[lane] = kHidden;
               I at;

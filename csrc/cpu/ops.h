@@ -108,8 +108,8 @@ struct Heads {
   int64_t* tokens;  // [batch, heads, k]
 };
 
-// The argmax of x weight^T, rounded to the type of x, for each token; the lowest id on ties. With noise that of
-// x weight^T / temperature + noise.
+// The argmax of x weight^T / divisor for each token; the lowest id on ties. With a cap that of softcap tanh(/ softcap);
+// each of these operations rounds to the type of x. With noise that of (these logits) / temperature + noise.
 struct Argmax {
   int64_t threads;
   int64_t type;
@@ -117,6 +117,7 @@ struct Argmax {
   int64_t tokens, columns;
   Matrix weight;
   int64_t* next;
+  double divisor, softcap;  // a softcap of 0: none
   double temperature;
   const float* noise;         // [batch, noises, weight.rows] or null
   const int32_t* noise_rows;  // [nodes], or with a stride [batch, nodes]

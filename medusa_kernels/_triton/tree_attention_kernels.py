@@ -86,10 +86,10 @@ def _power(b_x, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _tanh(b_x):
-    """Return tanh(x) to fp32 rounding: an odd polynomial for small x, where 1 - 2 / (exp(2x) + 1) would cancel.
+def tanh(b_x):
+    """Return the tanh to fp32 rounding: an odd polynomial for small x, where 1 - 2 / (exp(2x) + 1) would cancel.
 
-    The coefficients interpolate (tanh(x) / x - 1) / x^2 at the Chebyshev points of x^2 in [0, 0.36].
+    The coefficients interpolate (tanh(x) / x - 1) / x^2 at the Chebyshev points of x^2 in [0, 0.36]. NaN gives NaN.
     """
     b_t = b_x * b_x
     b_small = 0.002373515162616968
@@ -98,9 +98,9 @@ def _tanh(b_x):
     b_small = b_small * b_t - 0.053961653262376785
     b_small = b_small * b_t + 0.13333313167095184
     b_small = b_small * b_t - 0.3333333432674408
-    b_magnitude = tl.minimum(tl.abs(b_x), 20.0)
-    b_large = 1.0 - 2.0 / (tl.exp(2.0 * b_magnitude) + 1.0)
-    return tl.where(b_magnitude < 0.6, b_x + b_x * (b_t * b_small), tl.where(b_x < 0, -b_large, b_large))
+    b_magnitude = tl.abs(b_x)
+    b_large = 1.0 - 2.0 / (tl.exp(2.0 * tl.minimum(b_magnitude, 20.0)) + 1.0)
+    return tl.where(b_magnitude >= 0.6, tl.where(b_x < 0, -b_large, b_large), b_x + b_x * (b_t * b_small))
 
 
 @triton.jit
@@ -128,7 +128,7 @@ def _scores(
     if NEGATIVE:
         b_scores = -b_scores
     if HAS_SOFTCAP:
-        b_scores = softcap * _tanh(b_scores * (scale / softcap))
+        b_scores = softcap * tanh(b_scores * (scale / softcap))
     return b_scores
 
 

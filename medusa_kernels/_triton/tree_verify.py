@@ -40,8 +40,10 @@ from medusa_kernels._triton.streaming import (
     waiting,
     wide,
 )
+from medusa_kernels._triton.tree_attention_kernels import tanh
 from medusa_kernels._triton.tree_verify_configs import configuration
 from medusa_kernels.quantised import dequantised
+from medusa_kernels.reference import scaled_logits
 
 MERGE = Warps(num_warps=4, num_stages=3)
 LOWEST_KEY = tl.constexpr(-(2**63))
@@ -55,6 +57,21 @@ MOST_LOGITS = 2**24
 """How many logits are in memory at once then."""
 
 
+@triton.jit
+def logits_of(b_x, DTYPE: tl.constexpr, DIVISOR: tl.constexpr, SOFTCAP: tl.constexpr):
+    """Return a product in fp32 as a model's logits: divided (unless by 1) and capped (unless SOFTCAP is None).
+
+    Each operation rounds to DTYPE.
+    """
+    b_x = b_x.to(DTYPE).to(tl.float32)
+    if DIVISOR != 1.0:
+        b_x = tl.math.div_rn(b_x, tl.zeros_like(b_x) + DIVISOR).to(DTYPE).to(tl.float32)
+    if SOFTCAP is not None:
+        b_x = tl.math.div_rn(b_x, tl.zeros_like(b_x) + SOFTCAP).to(DTYPE).to(tl.float32)
+        b_x = (tanh(b_x).to(DTYPE).to(tl.float32) * SOFTCAP).to(DTYPE).to(tl.float32)
+    return b_x
+
+
 @triton.jit(do_not_specialize=["rows", "tiles", "step", "nodes", "noises", "stride_noise_rows_b"])
 def project_kernel(
     hidden, weight, scale, zero, noise, noise_rows, keys, peaks, sums, moments,
@@ -63,13 +80,15 @@ def project_kernel(
     DECODE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP: tl.constexpr,
     PDL: tl.constexpr, EARLY: tl.constexpr, PREFETCH: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
+    DIVISOR: tl.constexpr = 1.0, SOFTCAP: tl.constexpr = None,
 ):  # fmt: skip
-    """Reduce x = W h / temperature over one program's share of the vocabulary, for BLOCK_M nodes.
+    """Reduce x = (logits of W h) / temperature over one program's share of the vocabulary, for BLOCK_M nodes.
 
     hidden [R, H], weight [V, H] and noise [B, noises, V], of which each node takes the row that noise_rows gives, make,
     all [R, P]: keys (argmax of x + noise, packed), peaks (m = max x), sums (sum of exp(x - m)) and moments (sum of
     exp(x - m) (x - m)). W h is accumulated in fp32 and rounded to the dtype of hidden, as a model rounds its logits;
-    everything after is fp32. DECODE to GROUP, and what they make of hidden and the size, are as in `quantised_product`.
+    everything after `logits_of` is fp32. DECODE to GROUP, and what they make of hidden and the size, are as in
+    `quantised_product`.
     PREFETCH: bytes of each weight row of the first tile to load into the L2 while the previous kernel runs.
     """
     i_m, i_p, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -105,7 +124,7 @@ def project_kernel(
             p_a, m_m, weight + o_w * (stride_weight_v * UNIT), m_v, scale, zero, o_w, size,
             BLOCK_M, BLOCK_V, BLOCK_K, EVEN, DECODE, HAS_SCALE, HAS_ZERO, GROUP,
         )  # fmt: skip
-        b_x = b_x.to(hidden.dtype.element_ty).to(tl.float32)
+        b_x = logits_of(b_x, hidden.dtype.element_ty, DIVISOR, SOFTCAP)
         b_x = tl.where(m_v[None, :], b_x, -float("inf"))
         b_score = b_x
         if SCALED:
@@ -161,6 +180,7 @@ def merge_kernel(
     DECODE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP: tl.constexpr,
     PDL: tl.constexpr, EARLY: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr,
+    DIVISOR: tl.constexpr = 1.0, SOFTCAP: tl.constexpr = None,
 ):  # fmt: skip
     """Combine the shares of BLOCK_R nodes: argmax, log-sum-exp, entropy, and log-probability of each node's token.
 
@@ -211,7 +231,7 @@ def merge_kernel(
             p_a, weight + o_w * (stride_weight_v * UNIT), m_child, scale, zero, o_w, size,
             BLOCK_R, BLOCK_K, DECODE, HAS_SCALE, HAS_ZERO, GROUP,
         )  # fmt: skip
-        b_logit = b_logit.to(hidden.dtype.element_ty).to(tl.float32)
+        b_logit = logits_of(b_logit, hidden.dtype.element_ty, DIVISOR, SOFTCAP)
         if SCALED:
             b_logit = tl.math.div_rn(b_logit, tl.zeros_like(b_logit) + temperature)
         b_peak, b_fall, b_sums, b_sum = combined(peaks, sums, o_parent, m_child, programs, BLOCK_P, EXACT)
@@ -235,8 +255,9 @@ def merge_blocks(rows: int, programs: int) -> dict[str, int]:
 
 
 def likeliest(
-    hidden: Tensor, weight: Tensor, scale: Tensor | None = None, zero: Tensor | None = None, codes: str = "int4"
-) -> Tensor:
+    hidden: Tensor, weight: Tensor, scale: Tensor | None = None, zero: Tensor | None = None, codes: str = "int4",
+    divisor: float = 1.0, softcap: float | None = None,
+) -> Tensor:  # fmt: skip
     """Return the token of the greatest logit of every node `[B, N]`, the lowest of equal ones.
 
     PyTorch multiplies with one part of the vocabulary after another, so that at most `MOST_LOGITS` are in memory, and
@@ -248,7 +269,8 @@ def likeliest(
     stored = ([None] * parts if tensor is None else tensor.chunk(parts) for tensor in (weight, scale, zero))
     first, best, tokens = 0, states.new_empty(0), states.new_empty(0)
     for part, of_scale, of_zero in zip(*stored, strict=False):
-        high, index = linear(states, dequantised(part, of_scale, of_zero, codes).to(states.dtype)).max(-1)
+        logits = linear(states, dequantised(part, of_scale, of_zero, codes).to(states.dtype))
+        high, index = scaled_logits(logits, divisor, softcap).max(-1)
         tokens = torch.where(high > best, index + first, tokens) if first else index
         best, first = torch.maximum(high, best) if first else high, first + len(part)
     return tokens.view(hidden.shape[:2])
@@ -257,12 +279,13 @@ def likeliest(
 def tree_verify(
     hidden, weight, candidates, parents=None,
     *, temperature=0.0, noise=None, noise_rows=None, want_stats=True, weight_scale=None, weight_zero=None, codes="int4",
+    divisor=1.0, softcap=None,
 ):  # fmt: skip
     """Launch both kernels; see the public `tree_verify`."""
     batch, nodes, _ = hidden.shape
     vocabulary, rows = weight.shape[0], batch * nodes
     if rows >= PRODUCT_ROWS and hidden.dtype.itemsize == 2 and temperature == 0 and not want_stats:
-        tokens = likeliest(hidden, weight, weight_scale, weight_zero, codes)
+        tokens = likeliest(hidden, weight, weight_scale, weight_zero, codes, divisor, softcap)
         return tokens, *(hidden.new_empty(0, dtype=torch.float32) for _ in range(3))
     weight, scale, zero = readable(weight, weight_scale, weight_zero, codes, hidden.dtype)
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
@@ -289,7 +312,7 @@ def tree_verify(
     keys = candidates.new_empty(rows, share.programs)
     peaks, sums, moments = hidden.new_empty(3, rows, share.programs, dtype=torch.float32).unbind()
     pdl = programmatic(hidden.device)
-    flags = {"UNIT": elements, "SCALED": scaled, "STATS": want_stats, **stored}
+    flags = {"UNIT": elements, "SCALED": scaled, "STATS": want_stats, "DIVISOR": divisor, "SOFTCAP": softcap, **stored}
     flags["DECODE"] = decoding(device, hidden.dtype, weight.dtype, codes)
     weights = (
         weight.view(torch.uint8) if decodes_bytes(device, weight.dtype) else weight,

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from medusa_decoding.checks import shown
-from medusa_decoding.linears.reading import projection
+from medusa_decoding.linears.logits import logits_projection
 from medusa_kernels import Projection, heads_topk
 
 MAX_TOP_K = 32
@@ -302,14 +302,15 @@ class MedusaHeads(nn.Module):
             hidden: [B, H] hidden state of each row's last accepted token, after the base model's final norm.
             k: tokens per head, 1 to 32.
             lm_head: the base model's lm_head; needed exactly when the projection is shared. What the op cannot read
-                (see `linears.reading`), such as one wrapped by peft, is called as a module.
+                (see `linears.reading`), such as one wrapped by peft, or whose logits are capped, is called as a module.
             root_embedding: as in `forward`.
             temperature: divides the logits, above 0.
             noise: fp32 [B, at least K, V], added to the logits of head j and token t: noise[:, j, t]. With the numbers
                 that sampling adds at the same place, tokens are ranked by how likely they are to be drawn there.
         """
         own = None if self.w2 is None else Projection(self.w2, scale=self.w2_scale)
-        projected = own or projection(lm_head)
+        shared, divisor, softcap = (None, 1.0, None) if own else logits_projection(lm_head)
+        projected = own or (shared if softcap is None else None)
         if projected is None:
             logits = self.forward(hidden, lm_head, root_embedding=root_embedding).float() / temperature
             if noise is not None:
@@ -323,8 +324,8 @@ class MedusaHeads(nn.Module):
         best = heads_topk(
             hidden, self.w1, self.b1, projected.weight, k,
             w2_scale=projected.scale, token_map=self.token_map, gather=gather,
-            root=self._root(hidden, root_embedding), w_root=self.root_up, temperature=temperature, noise=noise,
-            w2_zero=projected.zero, codes=projected.codes,
+            root=self._root(hidden, root_embedding), w_root=self.root_up, noise=noise,
+            temperature=temperature * divisor, w2_zero=projected.zero, codes=projected.codes,
         )  # fmt: skip
         return DraftTokens(*best)
 

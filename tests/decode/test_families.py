@@ -5,7 +5,7 @@ import logging
 
 import pytest
 import torch
-from models import MORE_FAMILIES, heads_for, padded, prompts, tiny, transformers_greedy
+from models import MORE_FAMILIES, VOCAB, heads_for, padded, prompts, tiny, transformers_greedy
 from oracles import counted, fits, joint, new_tokens
 from peft import LoraConfig, get_peft_model
 
@@ -31,7 +31,8 @@ def wandering(family, **overrides):
 
 
 @pytest.mark.parametrize("family", MORE_FAMILIES)
-def test_greedy_text_is_that_of_transformers(family):
+def test_greedy_text_is_that_of_transformers(family, monkeypatch):
+    monkeypatch.setattr("medusa_decoding.decode.selection.greedy.allowed_logits", None)  # no step makes all logits
     model = wandering(family)
     rows = prompts(3, [7, 1, 12])
     expected = [transformers_greedy(model, row, NEW) for row in rows]
@@ -44,6 +45,36 @@ def test_greedy_text_is_that_of_transformers(family):
     assert len({token for row in expected for token in row}) > 2
     assert output.sequences[:, ids.shape[1] :].tolist() == expected
     assert [transformers_greedy(model, row, NEW) for row in rows] == expected
+
+
+def test_of_logits_that_reach_the_cap_the_first_is_taken():
+    """As in transformers' argmax."""
+    model = wandering("gemma2", final_logit_softcapping=0.1)
+    expected = [transformers_greedy(model, row, NEW) for row in prompts(3, [7, 1, 12])]
+    with MedusaModel(model, heads_for(model), Tree.cartesian([4, 3])) as medusa:
+        ids, mask = padded(prompts(3, [7, 1, 12]))
+        assert new_tokens(medusa.generate(ids, mask, max_new_tokens=NEW), ids.shape[1]) == expected
+    model.config.final_logit_softcapping = None
+    assert [transformers_greedy(model, row, NEW) for row in prompts(3, [7, 1, 12])] != expected
+
+
+@pytest.mark.parametrize("family", ["granite", "gemma2"])
+@pytest.mark.parametrize("drawn", [False, True])
+def test_heads_that_share_the_projection_draft_by_divided_and_capped_logits(family, drawn):
+    """By the op or by calling the module: the same candidates, with the same log-probabilities."""
+    model = tiny(family)
+    heads, hidden = heads_for(model, shared=True), torch.randn(2, 32, generator=torch.Generator().manual_seed(5))
+    noise = torch.randn(2, 4, VOCAB, generator=torch.Generator().manual_seed(6))
+    options = {"temperature": 0.7, "noise": noise} if drawn else {}
+    with MedusaModel(model, heads) as medusa, torch.inference_mode():
+        lm_head = medusa.backbone.lm_head
+        found = heads.propose(hidden, 5, lm_head, **options)
+        logits = heads(hidden, lm_head) / options.get("temperature", 1.0) + options.get("noise", 0.0)
+        plain = heads(hidden, model.lm_head)
+        assert not torch.allclose(heads(hidden, lm_head), plain)
+    values, tokens = logits.log_softmax(-1).topk(5)
+    assert torch.equal(found.tokens, tokens)
+    torch.testing.assert_close(found.logprobs, values)
 
 
 @pytest.mark.parametrize("layers", [0, 1])
@@ -81,8 +112,9 @@ def test_turns_in_chunks_write_the_text_of_plain_decoding(family, cache, monkeyp
 
 
 @pytest.mark.parametrize("family", ["granite", "gemma2"])
-def test_sampled_texts_have_the_probabilities_of_the_model(family):
-    """Logits that are divided or capped, against transformers' own."""
+def test_sampled_texts_have_the_probabilities_of_the_model(family, monkeypatch):
+    """Logits that are divided or capped, in the op that draws, against transformers' own."""
+    monkeypatch.setattr("medusa_decoding.decode.selection.sampling.allowed_logits", None)
     model = wandering(family, vocab_size=5)
     prompt = [1, 3, 2]
     heads = heads_for(model)

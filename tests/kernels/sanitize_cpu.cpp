@@ -346,6 +346,7 @@ void argmax() {
   const int64_t type = maybe() ? kFloat32 : kBFloat16, batch = any(1, 4), nodes = any(1, 10), columns = odd_size(300);
   const int64_t tokens = batch * nodes, noises = any(1, 5);
   const bool noisy = maybe(), own_rows = maybe();
+  const double divisor = maybe() ? 1 : 2;
   const int64_t rows = maybe() ? odd_size(70) : any(1, 1500), threads = any(1, 4);
   what = "argmax " + name_of(type) + " [" + std::to_string(tokens) + ", " + std::to_string(columns) + "] rows " +
          std::to_string(rows) + (noisy ? " with noise" : "") + " on " + std::to_string(threads) + " threads";
@@ -360,7 +361,7 @@ void argmax() {
   std::vector<int32_t> of_nodes;
   for (int64_t i = 0; i < (own_rows ? tokens : nodes); ++i) of_nodes.push_back(static_cast<int32_t>(any(0, noises - 1)));
   Integers<int32_t> noise_rows(of_nodes);
-  medusa::Argmax call{threads, type, x.data(), tokens, columns, weight.matrix(), next.data(), 0.5, nullptr,
+  medusa::Argmax call{threads, type, x.data(), tokens, columns, weight.matrix(), next.data(), divisor, 0, 0.5, nullptr,
                       noise_rows.data(), nodes, noises, own_rows ? nodes : 0};
   if (noisy) call.noise = static_cast<const float*>(noise.data());
   expect_done(medusa_argmax_cpu(&call));
@@ -368,7 +369,7 @@ void argmax() {
     int64_t best = 0;
     double most = -1e30;
     for (int64_t row = 0; row < rows; ++row) {
-      double logit = rounded(weight.times(x.row(token), row).value, type);
+      double logit = rounded(weight.times(x.row(token), row).value, type) / divisor;
       const int32_t own = of_nodes[own_rows ? token : token % nodes];
       if (noisy) logit = logit / 0.5 + noise.get(token / nodes * noises + own, row);
       if (logit > most) best = row, most = logit;

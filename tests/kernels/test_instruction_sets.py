@@ -190,9 +190,9 @@ def test_heads_topk_takes_the_first_of_equal_logits_and_nan_last(dtype: torch.dt
         assert tokens[0, 0].tolist() == logits.sort(descending=True, stable=True).indices[:20].tolist()
 
 
-def verify(hidden: Tensor, weight: Tensor) -> Tensor:
+def verify(hidden: Tensor, weight: Tensor, **options: float) -> Tensor:
     candidates = torch.zeros(hidden.shape[:2], dtype=torch.int64)
-    return tree_verify(hidden, weight, candidates, want_stats=False)[0]
+    return tree_verify(hidden, weight, candidates, want_stats=False, **options)[0]
 
 
 @pytest.mark.usefixtures("isa")
@@ -214,7 +214,9 @@ def test_tree_verify_takes_the_first_of_equal_logits_and_nan(dtype: torch.dtype)
         weight = torch.randint(-3, 4, (vocabulary, 8)).to(dtype)
         hidden = torch.randint(-3, 4, (2, 9, 8)).to(dtype)
         candidates = torch.zeros(2, 9, dtype=torch.int64)
-        assert torch.equal(verify(hidden, weight), reference.tree_verify(hidden, weight, candidates)[0])
+        for options in ({}, {"divisor": 2.0, "softcap": 100.0}):
+            found = verify(hidden, weight, **options)
+            assert torch.equal(found, reference.tree_verify(hidden, weight, candidates, **options)[0])
         weight[torch.randperm(vocabulary)[:2], 3] = torch.nan
         assert torch.equal(verify(hidden, weight), reference.tree_verify(hidden, weight, candidates)[0])
         assert torch.equal(verify(hidden * torch.nan, weight), torch.zeros_like(candidates))

@@ -50,16 +50,22 @@ def gumbel(*shape: int) -> Tensor:
     return -torch.log(torch.empty(shape).exponential_().clamp(min=1e-20))
 
 
+def shaped(case: Case, logits: Tensor) -> Tensor:
+    """Divided and capped logits as transformers computes them, in the dtype of the logits."""
+    logits = logits / case.get("divisor", 1.0)
+    return logits if (cap := case.get("softcap")) is None else torch.tanh(logits / cap) * cap
+
+
 def exact_logits(case: Case, temperature: float) -> Tensor:
     """Logits of every node in fp64, one node at a time, divided by the temperature."""
     hidden, weight = case["hidden"].cpu().double(), case["weight"].cpu().double()
-    logits = torch.stack([torch.stack([weight @ node for node in row]) for row in hidden])
+    logits = shaped(case, torch.stack([torch.stack([weight @ node for node in row]) for row in hidden]))
     return logits / temperature if temperature > 0 else logits
 
 
 def plain_logits(case: Case, temperature: float) -> Tensor:
     """Logits as PyTorch computes them in the dtype of the inputs, widened for the softmax."""
-    logits = (case["hidden"] @ case["weight"].to(case["hidden"].dtype).T).float().cpu()
+    logits = shaped(case, case["hidden"] @ case["weight"].to(case["hidden"].dtype).T).float().cpu()
     return logits / temperature if temperature > 0 else logits
 
 
@@ -84,7 +90,7 @@ def statistics(case: Case, logits: Tensor) -> Statistics:
 
 def largest_dot_product(case: Case, temperature: float) -> float:
     """The largest sum of absolute products of a logit."""
-    return (case["hidden"].abs() @ case["weight"].abs().T).max().item() / (temperature or 1)
+    return (case["hidden"].abs() @ case["weight"].abs().T).max().item() / (temperature or 1) / case.get("divisor", 1.0)
 
 
 def check(
@@ -133,6 +139,43 @@ def test_matches_fp64_in_every_dtype(
     # In fp32 the rounding of the dot products themselves counts; in 16 bits that of the logits is larger.
     largest = largest_dot_product(case, temperature) if dtype == torch.float32 else None
     check(case, temperature, gumbel(batch, nodes, vocabulary) if temperature else None, device, largest)
+
+
+SHAPED: list[Case] = [{"divisor": 7.0}, {"softcap": 3.0}, {"divisor": 0.5, "softcap": 20.0}]
+"""Divisors and caps of logits that are about 9 before."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("form", "nodes", "temperature"), [("", 5, 0.0), ("", 65, 0.7), ("int4 16 zeros", 1, 0.7)])
+@pytest.mark.parametrize("options", SHAPED, ids=str)
+def test_divided_and_capped_logits_match_fp64(
+    device: str, dtype: torch.dtype, form: str, nodes: int, temperature: float, options: Case
+) -> None:
+    case = make(1, nodes, 80, 333, parents="own", dtype=dtype, device=device) | options
+    case["weight"], given = quantised(form, 333, 80, device) if form else (case["weight"], {})
+    noise = gumbel(1, nodes, 333) if temperature else None
+    largest = largest_dot_product(case | {"hidden": case["hidden"].to(case["weight"].dtype)}, temperature)
+    check(case, temperature, noise, device, largest if dtype == torch.float32 else None, **given)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("nodes", [1, 5])
+def test_logits_that_reach_the_cap_are_equal(device: str, dtype: torch.dtype, nodes: int) -> None:
+    """Without the cap the last is the largest."""
+    weight = torch.linspace(-9, 9, 700, dtype=dtype, device=device)[:, None] * 30
+    hidden = torch.ones(1, nodes, 1, dtype=dtype, device=device)
+    candidates = torch.zeros(1, nodes, dtype=torch.int64, device=device)
+    capped = torch.tanh(weight[:, 0] / 2) * 2
+    assert capped.max() == capped[-1] == capped[-200] == 2
+    for want_stats in (False, True):
+        found = tree_verify(hidden, weight, candidates, softcap=2.0, want_stats=want_stats)[0]
+        assert found.tolist() == [[int((capped == 2).nonzero()[0])] * nodes]
+
+
+def test_a_capped_nan_is_none_of_the_numbers(device: str) -> None:
+    case = make(1, 2, 8, 20, device=device)
+    case["hidden"][0, 1] = torch.nan
+    assert tree_verify(**case, softcap=2.0)[1].isnan().tolist() == [[False, True]]
 
 
 @pytest.mark.usefixtures("poisoned_memory")
@@ -201,10 +244,11 @@ def test_ties_go_to_the_lowest_id(device: str, dtype: torch.dtype, vocabulary: i
 
 
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_greedy_is_the_argmax_of_the_model(device: str, dtype: torch.dtype) -> None:
-    """As in transformers: logits from one linear in the model's dtype, then the argmax in fp32."""
-    case = make(2, 16, 64, 4096, dtype=dtype, device=device)
-    logits = torch.nn.functional.linear(case["hidden"], case["weight"])
+@pytest.mark.parametrize("options", [{}, {"divisor": 7.0}, {"softcap": 30.0}], ids=str)
+def test_greedy_is_the_argmax_of_the_model(device: str, dtype: torch.dtype, options: Case) -> None:
+    """As in transformers: logits from one linear in the model's dtype, divided or capped in it, the argmax in fp32."""
+    case = make(2, 16, 64, 4096, dtype=dtype, device=device) | options
+    logits = shaped(case, torch.nn.functional.linear(case["hidden"], case["weight"]))
     assert torch.equal(tree_verify(**case, want_stats=False)[0], logits.float().argmax(-1))
 
 
@@ -308,6 +352,9 @@ def test_the_likeliest_of_parts_of_the_vocabulary(
     )
     wanted = [[row.index(max(row)) for row in b] for b in logits.tolist()]
     assert kernels.likeliest(hidden.to(dtype), weight.to(dtype)).tolist() == wanted
+    seen.clear()
+    wanted = [[row.index(max(row)) for row in b] for b in logits.clamp(-1, 1).tolist()]
+    assert kernels.likeliest(hidden.to(dtype), weight.to(dtype), softcap=0.01).tolist() == wanted
     # A part has at least one row of the weight.
     assert all(part.numel() <= max(most, 90) for part in seen)
     assert sum(part.shape[-1] for part in seen) == 101
@@ -486,6 +533,8 @@ BAD = {
     "candidates-dtype": ({"candidates": torch.zeros(2, 3, dtype=torch.int32)}, "candidates: expected dtype int64"),
     "parents-shape": ({"parents": torch.zeros(4, dtype=torch.int32)}, "parents: expected shape"),
     "temperature": ({"temperature": -0.5}, "temperature: expected 0 or more, got -0.5"),
+    "divisor": ({"divisor": 0.0}, "divisor: expected more than 0, got 0.0"),
+    "softcap": ({"softcap": 0.0}, "softcap: expected None or more than 0, got 0.0"),
     "noise-missing": ({"temperature": 1.0}, "noise: expected Gumbel noise"),
     "noise-shape": ({"noise": torch.zeros(2, 3, 8)}, "noise: expected shape"),
     "noise-rows-vocabulary": (

@@ -11,8 +11,9 @@ import functools
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import torch
 from torch import nn
+
+from medusa_decoding.linears.logits import ScaledLogits
 
 QKV = ("q_proj", "k_proj", "v_proj")
 GATE_UP = ("gate_proj", "up_proj")
@@ -101,34 +102,11 @@ class Family:
     def logits(self, lm_head: nn.Module, config: Any) -> nn.Module:
         """Return what makes logits of hidden states: `lm_head`, and what the family does to its result."""
         divisor, cap = (_value(config, name) for name in (self.logits_divisor, self.logits_cap))
-        return lm_head if divisor in (None, 1) and cap is None else ScaledLogits(lm_head, divisor, cap)
+        return lm_head if divisor in (None, 1) and cap is None else ScaledLogits(lm_head, divisor or 1.0, cap)
 
 
 def _value(config: Any, name: str | None) -> float | None:
     return None if name is None else getattr(config, name, None)
-
-
-class ScaledLogits(nn.Module):
-    """Logits of an lm_head, divided by a number or capped: cap * tanh(logits / cap), as transformers rounds them.
-
-    Args:
-        lm_head: from hidden states [.., H] to [.., V].
-        divisor: of the logits, or None.
-        cap: the number that they approach, or None.
-    """
-
-    def __init__(self, lm_head: nn.Module, divisor: float | None, cap: float | None) -> None:
-        super().__init__()
-        self.lm_head = lm_head
-        self.out_features = getattr(lm_head, "out_features", None)
-        self.divisor, self.cap = divisor, cap
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Project hidden states [.., H] to logits [.., V]."""
-        logits = self.lm_head(hidden)
-        if self.divisor is not None:
-            logits = logits / self.divisor
-        return logits if self.cap is None else torch.tanh(logits / self.cap) * self.cap
 
 
 _EXPERTS = "its layers mix experts, which run as modules"

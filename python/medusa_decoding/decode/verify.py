@@ -15,7 +15,7 @@ from torch import nn
 from medusa_decoding.decode.limits import Limits
 from medusa_decoding.decode.state import DecodeState
 from medusa_decoding.decode.tree_tensors import TreeShape
-from medusa_decoding.linears.reading import projection
+from medusa_decoding.linears.logits import logits_projection
 from medusa_kernels import gumbel_noise, tree_verify
 
 
@@ -106,14 +106,15 @@ def fused_tokens(
     No logits are stored, or few at a time (see the op). Sets `state.check` by the hidden states. Returns None, without
     doing anything, if only the module `lm_head` itself can project or if EOS tokens may be suppressed.
     """
-    projected = projection(lm_head)
+    projected, divisor, softcap = logits_projection(lm_head)
     if projected is None or limits.min_new_tensor is not None:
         return None
     torch.sum(nodes.hidden, (1, 2), dtype=torch.float32, out=state.check)
     return tree_verify(
         nodes.hidden, projected.weight, nodes.tokens, nodes.shape.parents,
         temperature=temperature, noise=nodes.noise, noise_rows=nodes.shape.depths, want_stats=False,
-        weight_scale=projected.scale, weight_zero=projected.zero, codes=projected.codes,
+        weight_scale=projected.scale, weight_zero=projected.zero, codes=projected.codes, divisor=divisor,
+        softcap=softcap,
     )[0]  # fmt: skip
 
 

@@ -15,7 +15,7 @@ import torch
 from medusa_decoding.backbone.backbone import Backbone
 from medusa_decoding.backbone.kv_cache import bucket
 from medusa_decoding.decode.prefill import PREFILL_CHUNK
-from medusa_decoding.linears.reading import projection
+from medusa_decoding.linears.logits import logits_projection
 from medusa_decoding.trees.tree import Tree
 from medusa_kernels import served_by
 from medusa_kernels.decode_linear import MOST_ROWS_CPU
@@ -185,7 +185,7 @@ def _step(backbone: Backbone, sizes: Sizes, capacity: int, item: int) -> int:
 
 def _verifies_by_logits(backbone: Backbone, rows: int) -> bool:
     """Return whether `tree_verify` of `rows` nodes on a CPU stores their logits: whether PyTorch serves it."""
-    native = served_by("tree_verify", "cpu").name == "cpp" and projection(backbone.lm_head) is not None
+    native = served_by("tree_verify", "cpu").name == "cpp" and logits_projection(backbone.lm_head)[0] is not None
     return not native or rows > MOST_ROWS_CPU or backbone.dtype == torch.float16
 
 

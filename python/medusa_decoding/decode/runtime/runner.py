@@ -18,7 +18,7 @@ from medusa_decoding.decode.runtime.steps import Backend, Steps
 from medusa_decoding.decode.runtime.streaming import Observer
 from medusa_decoding.decode.state import DecodeState
 from medusa_decoding.decode.verify import TokenSelector, refuse_broken
-from medusa_decoding.linears.reading import projection
+from medusa_decoding.linears.logits import logits_projection
 from medusa_decoding.trees.tree import Tree
 
 HEADROOM = 1024
@@ -69,7 +69,7 @@ class Runner:
         drawn = 0 if selector.draw_temperature is None else max(places(steps.heads, tree) for tree in policy.trees)
         lengths, budget = [len(prompt) for prompt in prompts], max(limits.budgets)
         # Some requests and models have no fused form, and make all logits after all.
-        fused = limits.min_new_tensor is None and projection(steps.backbone.lm_head) is not None
+        fused = limits.min_new_tensor is None and logits_projection(steps.backbone.lm_head)[0] is not None
         self.sizes = Sizes.for_trees(lengths, budget, policy.trees, selector.makes_logits or not fused, drawn)
         self.state: DecodeState | None = None
         self.reused = 0

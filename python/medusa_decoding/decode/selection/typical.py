@@ -17,7 +17,7 @@ from torch import nn
 from medusa_decoding.decode.limits import Limits
 from medusa_decoding.decode.state import DecodeState
 from medusa_decoding.decode.verify import Nodes, TokenSelector, allowed_logits
-from medusa_decoding.linears.reading import projection
+from medusa_decoding.linears.logits import logits_projection
 from medusa_kernels import tree_verify
 from medusa_kernels.reference import verify_stats
 
@@ -71,11 +71,12 @@ class TypicalAcceptance(TokenSelector):
         self, nodes: Nodes, lm_head: nn.Module, state: DecodeState, limits: Limits
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return argmax and entropy at every node, and the log-probability of its own token at its parent."""
-        projected, parents = projection(lm_head), nodes.shape.parents
+        (projected, divisor, softcap), parents = logits_projection(lm_head), nodes.shape.parents
         if projected is not None and limits.min_new_tensor is None and self.temperature == 1.0:
             best, logsumexp, entropy, logprobs = tree_verify(
                 nodes.hidden, projected.weight, nodes.tokens, parents,
-                weight_scale=projected.scale, weight_zero=projected.zero, codes=projected.codes,
+                weight_scale=projected.scale, weight_zero=projected.zero, codes=projected.codes, divisor=divisor,
+                softcap=softcap,
             )  # fmt: skip
             torch.sum(logsumexp, 1, out=state.check)
             return best, entropy, logprobs

@@ -1,0 +1,37 @@
+"""How a model makes logits of its hidden states: by its lm_head, whose product some families divide or cap."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from medusa_decoding.linears.reading import projection
+from medusa_kernels import Projection
+from medusa_kernels.reference import scaled_logits
+
+
+class ScaledLogits(nn.Module):
+    """Logits of an lm_head, divided by a number and capped: softcap * tanh(logits / softcap), as transformers does it.
+
+    Args:
+        lm_head: from hidden states [.., H] to [.., V].
+        divisor: of the logits, 1 for none.
+        softcap: the number that they approach, or None.
+    """
+
+    def __init__(self, lm_head: nn.Module, divisor: float = 1.0, softcap: float | None = None) -> None:
+        super().__init__()
+        self.lm_head = lm_head
+        self.out_features = getattr(lm_head, "out_features", None)
+        self.divisor, self.softcap = divisor, softcap
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Project hidden states [.., H] to logits [.., V]."""
+        return scaled_logits(self.lm_head(hidden), self.divisor, self.softcap)
+
+
+def logits_projection(lm_head: nn.Module | None) -> tuple[Projection | None, float, float | None]:
+    """Return what ops make logits with: the projection, or None (call the module), the divisor and the softcap."""
+    if isinstance(lm_head, ScaledLogits):
+        return projection(lm_head.lm_head), lm_head.divisor, lm_head.softcap
+    return projection(lm_head), 1.0, None
