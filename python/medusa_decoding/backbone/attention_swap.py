@@ -21,7 +21,6 @@ from torch import nn
 from medusa_decoding.backbone.families import FAMILIES, Family, family_of
 from medusa_decoding.backbone.kv_cache import TreeCache
 from medusa_decoding.backbone.prefill_attention import prefill_attention
-from medusa_decoding.backbone.rope import in_halves
 from medusa_kernels import rope_append, tree_attention
 
 
@@ -54,7 +53,6 @@ class TreeAttention(nn.Module):
         window: its sliding window in positions, or None.
         table: which of the cache's rotary tables it has, None if there is one for all.
         softcap: what its scores are capped by, or None.
-        rotary_width: how many numbers of each head have a rotary embedding.
     """
 
     def __init__(self, original: Any) -> None:
@@ -73,7 +71,6 @@ class TreeAttention(nn.Module):
         self.window = family.window_of(original)
         self.table = family.table_of(original)
         self.softcap: float | None = None if family.softcap is None else getattr(original, family.softcap)
-        self.rotary_width = family.rotary_width(original.config, original.head_dim)
 
     def __getattr__(self, name: str) -> Any:
         """Get attributes that this class does not define (layer_type, is_causal, ..) from the original."""
@@ -110,7 +107,6 @@ class TreeAttention(nn.Module):
         else:
             _, k, v = self.split(getattr(self, self.family.qkv[0])(hidden_states))
         _, k, v = self.normed(None, k, v)
-        k = in_halves(k, self.rotary_width)
         cache = context.cache
         unused = k[:, :, :1]  # the op also rotates queries
         layer = cache.layer(self.original.layer_idx)
@@ -159,8 +155,8 @@ class TreeAttention(nn.Module):
         cache = context.cache
         options: dict[str, Any] = {"slots": cache.slots}
         if norm_heads:
-            options |= {"q_norm": self.q_norm.weight, "k_norm": self.k_norm.weight, "eps": self.q_norm.variance_epsilon}
-        q, k = in_halves(q, self.rotary_width), in_halves(k, self.rotary_width)
+            options |= {"q_norm": self.q_norm.weight, "k_norm": self.k_norm.weight}
+            options |= {"eps": getattr(self.q_norm, self.family.epsilon), "norm_offset": self.family.norm_offset}
         k_cache, v_cache = cache.layer(self.original.layer_idx)
         tables = cache.tables_of(self.table)
         q = rope_append(q, k, v, *tables, k_cache, v_cache, cache.lengths, context.depths, **options)

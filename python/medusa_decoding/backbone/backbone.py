@@ -16,7 +16,7 @@ from medusa_decoding.backbone import fused_layers, unsupported
 from medusa_decoding.backbone.attention_swap import AttentionSwap, DecodeContext, check_layers
 from medusa_decoding.backbone.families import family_of
 from medusa_decoding.backbone.generation_lock import lock_of
-from medusa_decoding.backbone.rope import tables_of_layers, widened
+from medusa_decoding.backbone.rope import tables_of_layers
 from medusa_decoding.backbone.tensor_parallel import Peers, Sharded, local_kv_heads
 from medusa_decoding.linears.holding import LinearHold
 from medusa_decoding.linears.reading import is_hooked
@@ -139,9 +139,9 @@ class Backbone:
     def choose_layers(self, captured: bool, traced: bool = False) -> bool:
         """Choose how the layers of steps run, and log it once with the reason.
 
-        If the ops can read their modules, `fused_layers` runs them: on a CPU in one call of the C++ library (with LoRA,
-        or where rotary embeddings need it, in some calls for each layer), on CUDA in captured steps. Otherwise, or if
-        the model is tensor parallel, they run module by module.
+        If the ops can read their modules, `fused_layers` runs them: on a CPU in one call of the C++ library (with LoRA
+        or experts, in some calls for each layer), on CUDA in captured steps. Experts run as modules. Otherwise, or if
+        the model is tensor parallel, all layers run module by module.
 
         Returns:
             Whether that has changed, so that steps compiled or captured before are no longer right.
@@ -153,12 +153,14 @@ class Backbone:
             if self.peers.size == 1:
                 why_not = fused_layers.obstacle(self.decoder)
             fuse, how = why_not is None, "fused"
-            adapters = fuse and fused_layers.has_adapters(self.decoder)
-            if adapters and traced:
-                fuse, why_not = False, "LoRA in steps that are traced"
-            elif adapters:
+            apart = fused_layers.apart_limit(self.decoder) if fuse else None
+            if apart is not None and traced:
+                fuse, why_not = False, f"{apart} in steps that are traced"
+            elif fuse and fused_layers.has_adapters(self.decoder):
                 fused_layers.refresh_adapters(self.decoder)
-            if fuse and on_cpu and fused_layers.apart_limit(self.decoder) is None:
+            if fuse and fused_layers.has_experts(self.decoder):
+                how = "fused, experts as modules"
+            elif fuse and on_cpu and apart is None:
                 why_not = fused_layers.native_limit(self.decoder)
                 native = fused_layers.NativeLayers(self.decoder) if why_not is None else None
                 fuse, how = False, "one call of the C++ library"
@@ -179,7 +181,7 @@ class Backbone:
         weights = (type(weight).__module__ for weight in self.decoder.layers.parameters())
         quantised = any(module.partition(".")[0] != "torch" for module in weights)
         obstacle = fused_layers.native_obstacle if self.device.type == "cpu" else fused_layers.obstacle
-        return quantised and obstacle(self.decoder) is not None
+        return quantised and (obstacle(self.decoder) is not None or fused_layers.has_experts(self.decoder))
 
     @property
     def lm_head(self) -> nn.Module:
@@ -261,7 +263,7 @@ class Backbone:
         width, expected = tables[0].shape[-1], self.family.rotary_width(self.config, self.head_dim)
         if width != expected:
             raise ValueError(f"rope: expected tables for {expected} numbers of each head, got {width}")
-        return tables if width == self.head_dim else widened(tables, self.head_dim)
+        return tables
 
     @property
     def can_hold_last(self) -> bool:
@@ -272,9 +274,7 @@ class Backbone:
         layer = self.decoder.layers[-1]
         return (
             self.device.type == "cpu"
-            and not self.fuse
             and self.family.has(layer, "DecoderLayer")
-            and self.family.norms != "after"
             and unsupported.foreign_forward(type(layer)) is None
             and not any(is_hooked(module) for module in layer.modules())
         )
@@ -309,7 +309,8 @@ class Backbone:
             return fused_layers.forward(self.decoder, hidden, context)
         for layer in self.decoder.layers:
             if context.hold_last and layer is self.decoder.layers[-1]:
-                layer.self_attn.append(layer.input_layernorm(hidden), context)
+                before = self.family.norms_of(layer)[0]
+                layer.self_attn.append(hidden if before is None else before(hidden), context)
                 return hidden
             hidden = _run(layer, hidden, context)
         return self.decoder.norm(hidden)

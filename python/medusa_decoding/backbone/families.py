@@ -30,16 +30,19 @@ class Family:
         qkv: the attention's projections of queries, keys and values, or the one for all three.
         gate_up: the same of the MLP's first products.
         normed: what `q_norm` and `k_norm` norm: each head alone, the whole projection, or nothing.
-        norms: where a layer's norms are: before attention and MLP, after them, or both.
+        norms: a layer's norms before attention, after it, before the MLP and after it; None where there is none.
+        norm_offset: what is added to the weights of all norms, which then multiply before the result is rounded; None:
+            nothing, and they multiply the rounded result. See `medusa_kernels.add_rms_norm`.
+        epsilon: the attribute of the norms for what is added to the mean of the squares.
         activation: the MLP's module for it.
         rope_by_type: whether the rotary embedding depends on the layer's type.
         partial: whether the rotary embedding may be of a part of each head (`partial_rotary_factor`).
         rotated: the attention's attribute that says whether its layer has a rotary embedding, or None: all have.
         softcap: the attention's attribute that caps its scores.
+        factor: the layer's attribute that multiplies what attention and MLP add to the hidden states.
         embedding: the decoder's attribute that embeddings are multiplied with.
         logits_divisor: the config's attribute that logits are divided by.
         logits_cap: the config's attribute that caps logits.
-        unlike: why the ops of `fused_layers` cannot run its layers, or None: they can.
     """
 
     module: str
@@ -48,22 +51,28 @@ class Family:
     qkv: tuple[str, ...] = QKV
     gate_up: tuple[str, ...] = GATE_UP
     normed: Literal["heads", "projections"] | None = None
-    norms: Literal["before", "after", "both"] = "before"
+    norms: tuple[str | None, ...] = ("input_layernorm", None, "post_attention_layernorm", None)
+    norm_offset: float | None = None
+    epsilon: str = "variance_epsilon"
     activation: str = "act_fn"
     rope_by_type: bool = False
     partial: bool = False
     rotated: str | None = None
     softcap: str | None = None
+    factor: str | None = None
     embedding: str | None = None
     logits_divisor: str | None = None
     logits_cap: str | None = None
-    unlike: str | None = None
 
     def has(self, module: Any, kind: str) -> bool:
         """Return whether a module is exactly this family's class of a kind, such as `Attention` or `MLP`."""
         cls = type(module)
         where = f"transformers.models.{self.module}.modeling_{self.module}"
         return cls.__module__ == where and cls.__name__ == self.prefix + kind
+
+    def norms_of(self, layer: Any) -> list[Any]:
+        """Return a layer's norms before attention, after it, before the MLP and after it, None where there is none."""
+        return [None if name is None else getattr(layer, name) for name in self.norms]
 
     def window_of(self, attention: Any) -> int | None:
         """Return an attention's sliding window in positions, or None."""
@@ -109,13 +118,13 @@ def _value(config: Any, name: str | None) -> float | None:
     return None if name is None else getattr(config, name, None)
 
 
-_EXPERTS = "its layers mix experts, which run as modules"
 _gemma = functools.partial(
-    Family, norms="both", window="layer", softcap="attn_logit_softcapping", logits_cap="final_logit_softcapping",
-    unlike="its norms multiply by 1 + weight, and come before and after attention and MLP",
+    Family, window="layer", norm_offset=1.0, epsilon="eps", logits_cap="final_logit_softcapping",
+    norms=("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
 )  # fmt: skip
 _olmo = functools.partial(
-    Family, normed="projections", norms="after", unlike="its norms come after attention and MLP"
+    Family, normed="projections", norm_offset=0.0,
+    norms=(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
 )  # fmt: skip
 FAMILIES = (
     Family("llama", "Llama"),
@@ -129,16 +138,16 @@ FAMILIES = (
         partial=True,
     ),
     Family(
-        "granite", "Granite", embedding="embedding_multiplier", logits_divisor="logits_scaling",
-        unlike="it multiplies what its layers add",
+        "granite", "Granite", factor="residual_multiplier", embedding="embedding_multiplier",
+        logits_divisor="logits_scaling",
     ),
     _olmo("olmo2", "Olmo2"),
     _olmo("olmo3", "Olmo3", window="layer", rope_by_type=True),
-    _gemma("gemma2", "Gemma2"),
+    _gemma("gemma2", "Gemma2", softcap="attn_logit_softcapping"),
     _gemma("gemma3", "Gemma3", normed="heads", rope_by_type=True),
-    Family("mixtral", "Mixtral", window="config", unlike=_EXPERTS),
-    Family("qwen2_moe", "Qwen2Moe", window="layer", unlike=_EXPERTS),
-    Family("qwen3_moe", "Qwen3Moe", window="config", normed="heads", unlike=_EXPERTS),
+    Family("mixtral", "Mixtral", window="config"),
+    Family("qwen2_moe", "Qwen2Moe", window="layer"),
+    Family("qwen3_moe", "Qwen3Moe", window="config", normed="heads"),
 )  # fmt: skip
 """The families whose attention modules can be swapped. Phi-4 has Phi-3's classes."""
 

@@ -1,14 +1,15 @@
 """Run a model's layers without its modules: this project's ops read the model's own weights.
 
-On a GPU a layer is eight or nine launches (`forward`). On a CPU all layers are one call of the C++ library
-(`NativeLayers`), for the nodes of a tree; a prefill runs module by module there. The projections of q, k and v are one
-product over three weights; gate, up and SiLU(gate) * up are one; and the residual is added before the product is
-rounded. So products are rounded once, where the modules round twice: 16-bit results may differ in the last bit, float32
-results hardly at all. Where a projection is too narrow to fill the GPU, its columns are divided (`linear_parts`), and
-the kernel that follows anyway adds the parts up: the norm, or the rotary embedding. LoRA adapters that are not merged
-are two thin products more, the second of which is added before the first one is rounded; with them `forward` runs the
-layers on a CPU too, as with rotary embeddings that differ by layer or rotate a part of each head. `obstacle` and
-`native_obstacle` return what prevents running this way.
+On a GPU a layer is eight to ten launches (`forward`). On a CPU all layers are one call of the C++ library
+(`NativeLayers`), for the nodes of a tree; a prefill runs module by module there. Which norms, activation and factors a
+layer has is read from its family's description. The projections of q, k and v are one product over three weights; gate,
+up and the gated activation are one; and the residual, or the norm of what is added to it, takes no launch of its own.
+So products are rounded once, where the modules round twice: 16-bit results may differ in the last bit, float32 results
+hardly at all. Where a projection is too narrow to fill the GPU, its columns are divided (`linear_parts`), and the
+kernel that follows anyway adds the parts up: the norm, or the rotary embedding. LoRA adapters that are not merged are
+two thin products more, the second of which is added before the first one is rounded; mixtures of experts are called as
+modules. With either `forward` runs the layers on a CPU too. `obstacle` and `native_obstacle` return what prevents
+running this way.
 """
 
 from __future__ import annotations
@@ -42,7 +43,10 @@ from medusa_kernels import (
 NORMS_IN_ROPE = True
 """Whether the norms of heads (Qwen3) are part of `rope_append`, instead of two launches of their own."""
 
+EXPERTS = "SparseMoeBlock"
+"""What the names of the classes that mix experts, in the place of an MLP, end in."""
 _SILU = (nn.SiLU, type(ACT2FN["silu"]))
+_GELU_TANH = type(ACT2FN["gelu_pytorch_tanh"])
 
 
 def obstacle(decoder: Any) -> str | None:
@@ -54,24 +58,24 @@ def obstacle(decoder: Any) -> str | None:
         if not isinstance(layer.self_attn, TreeAttention):
             return f"layer {index} has a {type(layer.self_attn).__name__} as its attention"
     family: Family = decoder.layers[0].self_attn.family
-    if family.unlike is not None:
-        return f"{family.prefix}: {family.unlike}"
     if not family.has(decoder.norm, "RMSNorm") or is_hooked(decoder.norm):
         return f"the final norm is not a plain RMSNorm: {type(decoder.norm).__name__}"
     if not decoder.norm.weight.is_contiguous():
         return "the final norm's weight is not contiguous"
+    eps = getattr(decoder.norm, family.epsilon)
     classes: set[type[nn.Module]] = {type(decoder.norm)}
     for index, layer in enumerate(decoder.layers):
         attention, mlp = layer.self_attn, layer.mlp
-        if not family.has(layer, "DecoderLayer") or not family.has(mlp, "MLP"):
+        experts = family.has(mlp, EXPERTS)
+        if not family.has(layer, "DecoderLayer") or not (experts or family.has(mlp, "MLP")):
             return f"layer {index} is a {type(layer).__name__} with a {type(mlp).__name__}"
-        groups, activation = _groups(layer), getattr(mlp, family.activation)
+        groups, called = _groups(layer), [] if experts else [mlp, getattr(mlp, family.activation)]
         linears = [module for group in groups for module in group]
-        if type(activation) not in _SILU:
-            return f"layer {index} has the activation {type(activation).__name__}, not SiLU"
-        norms = [layer.input_layernorm, layer.post_attention_layernorm]
+        if not experts and _settings(layer)["activation"] is None:
+            return f"layer {index} has the activation {type(called[1]).__name__}, not SiLU or GELU by tanh"
+        norms = [norm for norm in family.norms_of(layer) if norm is not None]
         norms += [attention.q_norm, attention.k_norm] if family.normed else []
-        for module in (layer, activation, *layer.children()):
+        for module in (layer, *called, *layer.children()):
             if is_hooked(module):
                 return f"layer {index} has forward hooks on its {type(module).__name__}"
         for norm in norms:
@@ -81,6 +85,8 @@ def obstacle(decoder: Any) -> str | None:
                 return f"layer {index} has forward hooks on its {type(norm).__name__}"
             if norm.weight.dtype != dtype or not norm.weight.is_contiguous():
                 return f"layer {index} has a norm of another dtype or layout than the final one"
+            if getattr(norm, family.epsilon) != eps:
+                return f"layer {index} has a norm with the epsilon {getattr(norm, family.epsilon)}, the final one {eps}"
         for group in groups:
             found = [read(base_of(module)) for module in group]
             for one in found:
@@ -91,7 +97,7 @@ def obstacle(decoder: Any) -> str | None:
                     return f"layer {index} has a weight or bias of another dtype or layout than the norms'"
             if len({one.form for one in found if not isinstance(one, str)}) > 1:
                 return f"layer {index} has projections side by side that are quantised differently"
-        classes.update(map(type, (*norms, layer, mlp, activation)))
+        classes.update(map(type, (*norms, layer, *called)))
         classes.update({nn.Linear}.intersection(map(type, map(base_of, linears))))
         classes.update(type(linear) for linear in linears if base_of(linear) is not linear)
     for cls in classes:
@@ -117,11 +123,10 @@ def native_limit(decoder: Any) -> str | None:
         return served.reason
     if decoder.norm.weight.dtype not in (torch.float32, torch.bfloat16):
         return f"the weights are {decoder.norm.weight.dtype}, not float32 or bfloat16"
-    family: Family = decoder.layers[0].self_attn.family
-    norms = {module.variance_epsilon for module in decoder.modules() if family.has(module, "RMSNorm")}
-    scales = {layer.self_attn.scaling for layer in decoder.layers}
-    if len(norms) > 1 or len(scales) > 1:
-        return f"the layers differ in epsilon ({norms}) or attention scale ({scales})"
+    first, *others = map(_settings, decoder.layers)
+    different = next((settings for settings in others if settings != first), None)
+    if different is not None:
+        return f"the layers differ in their settings ({first} and {different})"
     sizes = {
         tuple((len(one.weight), quantised.columns(one.weight)) for one in _projections(layer))
         for layer in decoder.layers
@@ -133,12 +138,12 @@ def apart_limit(decoder: Any) -> str | None:
     """Return why a decoder that has no `obstacle` runs by an op for each stage on any device, or None."""
     if has_adapters(decoder):
         return "LoRA adapters that are not merged"
-    for layer in decoder.layers:
-        if layer.self_attn.table is not None:
-            return "layers with different rotary embeddings"
-        if layer.self_attn.rotary_width < layer.self_attn.head_dim:
-            return "rotary embeddings of a part of each head"
-    return None
+    return "mixtures of experts" if has_experts(decoder) else None
+
+
+def has_experts(decoder: Any) -> bool:
+    """Return whether a decoder with swapped attention modules has a layer with a mixture of experts."""
+    return any(layer.self_attn.family.has(layer.mlp, EXPERTS) for layer in decoder.layers)
 
 
 def has_adapters(decoder: Any) -> bool:
@@ -156,45 +161,69 @@ def refresh_adapters(decoder: Any) -> None:
 def forward(decoder: Any, hidden: torch.Tensor, context: DecodeContext) -> torch.Tensor:
     """Run embedded tokens [B, N, H] through all layers and the final norm, and append to the cache.
 
-    The decoder has no `obstacle`, and swapped attention modules. The hidden states [B, N, H] are those after the norm.
+    The decoder has no `obstacle`, and swapped attention modules. The hidden states [B, N, H] are those after the norm,
+    or with `context.hold_last` the last layer's input.
     """
-    normed = _normed(hidden, None, decoder.layers[0].input_layernorm)[1]
+    family: Family = decoder.layers[0].self_attn.family
+    norms = [family.norms_of(layer) for layer in decoder.layers]
+    _, normed = _normed(hidden, None, norms[0][0], family)
     # After each layer comes the norm of the next one's input, and at last the final norm.
-    norms = [*(layer.input_layernorm for layer in decoder.layers[1:]), decoder.norm]
-    for layer, next_norm in zip(decoder.layers, norms, strict=True):
-        qkv, out, gate_up, down = _groups(layer)
+    for layer, own, following in zip(decoder.layers, norms, [*norms[1:], [decoder.norm]], strict=True):
+        _, after_attention, before_mlp, after_mlp = own
+        if context.hold_last and layer is decoder.layers[-1]:
+            layer.self_attn.append(normed, context)
+            return hidden
+        settings = _settings(layer)
+        factor = settings["factor"]
+        qkv, out, *mlp = _groups(layer)
         attended = _attended(layer.self_attn, qkv, normed, context)
-        hidden, normed = _added(hidden, attended, out, layer.post_attention_layernorm)
-        hidden, normed = _added(hidden, _linear(normed, gate_up, gate=True), down, next_norm)
+        hidden, normed = _added(hidden, attended, out, after_attention, before_mlp, family, factor)
+        if mlp:
+            gated = _linear(normed, mlp[0], gate=True, activation=settings["activation"])
+            hidden, normed = _added(hidden, gated, mlp[1], after_mlp, following[0], family, factor)
+        else:
+            hidden, normed = _normed(hidden, layer.mlp(normed), following[0], family, after_mlp)
     return normed
 
 
 def _attended(attention: Any, modules: list[Any], x: torch.Tensor, context: DecodeContext) -> torch.Tensor:
     """Return the attention's output before its last projection, from normed hidden states: both [B, N, .]."""
-    has_norms = attention.family.normed is not None
-    same_eps = has_norms and attention.q_norm.variance_epsilon == attention.k_norm.variance_epsilon
-    fold = NORMS_IN_ROPE and same_eps
-    parts = 1 if has_norms and not fold else _parts(x, modules)
-    qkv = _linear(x, modules, parts=parts)
+    family: Family = attention.family
+    fold = NORMS_IN_ROPE and family.normed == "heads"
+    qkv = _linear(x, modules, parts=1 if family.normed and not fold else _parts(x, modules))
     q, k, v = attention.split(qkv)
-    if has_norms and not fold:
+    if family.normed == "projections":
+        q, k = (
+            _normed(part.flatten(-2), None, norm, family)[1].view_as(part)
+            for part, norm in ((q, attention.q_norm), (k, attention.k_norm))
+        )
+    elif family.normed and not fold:
         # Both norms run over all heads, including v, whose result is unused: two launches and no copies.
         heads = qkv.view(*qkv.shape[:2], -1, attention.head_dim)
-        q = attention.split(_normed(heads, None, attention.q_norm)[1].view_as(qkv))[0]
-        k = attention.split(_normed(heads, None, attention.k_norm)[1].view_as(qkv))[1]
+        q = attention.split(_normed(heads, None, attention.q_norm, family)[1].view_as(qkv))[0]
+        k = attention.split(_normed(heads, None, attention.k_norm, family)[1].view_as(qkv))[1]
     return attention.attend(q, k, v, context, norm_heads=fold)
 
 
-def _added(hidden: torch.Tensor, x: torch.Tensor, linear: list[Any], norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return hidden plus a projection of x, and its norm."""
+def _added(
+    hidden: torch.Tensor, x: torch.Tensor, linear: list[Any], after: Any, norm: Any, family: Family, factor: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return hidden plus a projection of x, times the factor and with the norm after it, and the norm of the sum."""
     parts = _parts(x, linear)
-    if parts > 1:
-        return _normed(hidden, _linear(x, linear, parts=parts), norm)
-    return _normed(_linear(x, linear, residual=hidden), None, norm)
+    if parts > 1 or after is not None:
+        return _normed(hidden, _linear(x, linear, parts=parts, factor=factor), norm, family, after)
+    return _normed(_linear(x, linear, residual=hidden, factor=factor), None, norm, family)
 
 
-def _normed(hidden: torch.Tensor, delta: torch.Tensor | None, norm: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    return add_rms_norm(hidden, delta, norm.weight, norm.variance_epsilon)
+def _normed(
+    hidden: torch.Tensor, delta: torch.Tensor | None, norm: Any, family: Family, after: Any = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return hidden plus delta, which `after` norms, and the norm of the sum; the sum itself without a norm."""
+    if delta is None and norm is None:
+        return hidden, hidden
+    weight, delta_norm = (None if module is None else module.weight for module in (norm, after))
+    eps = getattr(after if norm is None else norm, family.epsilon)
+    return add_rms_norm(hidden, delta, weight, eps, delta_norm=delta_norm, norm_offset=family.norm_offset)
 
 
 def _linear(
@@ -204,15 +233,17 @@ def _linear(
     gate: bool = False,
     residual: torch.Tensor | None = None,
     parts: int = 1,
+    activation: str = "silu",
+    factor: float = 1.0,
 ) -> torch.Tensor:
     given = [_projection(module) for module in modules]
     weights, biases, scales, zeros, codes = zip(*(_divided(given, 1, 1) if gate else given), strict=True)
     adapters = read_adapters(modules, x.dtype)
     if adapters is not None:
-        residual = decode_linear(decode_linear(x, [adapters.down]), [adapters.up], residual=residual)
+        residual = decode_linear(decode_linear(x, [adapters.down]), [adapters.up], residual=residual, factor=factor)
     return decode_linear(
         x, weights, None if all(bias is None for bias in biases) else biases,
-        gate=gate, residual=residual, parts=parts, codes=codes[0],
+        gate=gate, residual=residual, parts=parts, codes=codes[0], activation=activation, factor=factor,
         scales=None if scales[0] is None else scales, zeros=None if zeros[0] is None else zeros,
     )  # fmt: skip
 
@@ -234,14 +265,20 @@ class NativeLayers:
     def __init__(self, decoder: Any) -> None:
         attentions = [layer.self_attn for layer in decoder.layers]
         self.weights, self.forms = packed([_layer_weights(layer) for layer in decoder.layers], decoder.norm.weight)
-        self.windows = [attention.window or 0 for attention in attentions]
-        self.eps, self.scale = decoder.norm.variance_epsilon, attentions[0].original.scaling
+        family: Family = attentions[0].family
+        self.options: dict[str, Any] = {
+            "windows": [attention.window or 0 for attention in attentions],
+            "eps": getattr(decoder.norm, family.epsilon),
+            "norm_offset": family.norm_offset,
+            "tables": None if attentions[0].table is None else [attention.table for attention in attentions],
+            **_settings(decoder.layers[0]),
+        }
 
     def same(self, other: NativeLayers | None) -> bool:
         """Return whether both have the same settings, and weights at the same addresses."""
         if other is None:
             return False
-        settings = [(layers.forms, layers.windows, layers.eps, layers.scale) for layers in (self, other)]
+        settings = [(layers.forms, layers.options) for layers in (self, other)]
         places = [[(weight.data_ptr(), weight.shape) for weight in layers.weights] for layers in (self, other)]
         return settings[0] == settings[1] and places[0] == places[1]
 
@@ -251,7 +288,7 @@ class NativeLayers:
         cache = context.cache
         return decoder_layers(
             hidden, self.weights, self.forms, cache.kv, cache.cos, cache.sin, cache.lengths, context.depths,
-            context.ancestors, windows=self.windows, eps=self.eps, scale=self.scale, slots=cache.slots,
+            context.ancestors, slots=cache.slots, **self.options,
         )  # fmt: skip
 
 
@@ -270,18 +307,31 @@ def _projection(linear: Any) -> Projection:
     return found
 
 
+def _settings(layer: Any) -> dict[str, Any]:
+    """Return what `decoder_layers` takes once for all layers; "activation" is None if the ops have no such one."""
+    attention, family = layer.self_attn, layer.self_attn.family
+    module = getattr(layer.mlp, family.activation, None)
+    by_tanh = type(module) is _GELU_TANH or (type(module) is nn.GELU and module.approximate == "tanh")
+    activation = "silu" if type(module) in _SILU else "gelu_tanh" if by_tanh else None
+    factor = 1.0 if family.factor is None else getattr(layer, family.factor)
+    return {"scale": attention.scaling, "softcap": attention.softcap, "activation": activation, "factor": factor}
+
+
 def _groups(layer: Any) -> list[list[Any]]:
-    """Return a layer's linear modules: of q, k and v, of the attention's output, of gate and up, and down."""
+    """Return a layer's linear modules: of q, k and v, the attention's output; and of an MLP gate and up, and down."""
     attention, mlp = layer.self_attn, layer.mlp
-    qkv, gate_up = ([getattr(parent, name) for name in names] for parent, names in
-                    ((attention, attention.family.qkv), (mlp, attention.family.gate_up)))  # fmt: skip
-    return [qkv, [attention.o_proj], gate_up, [mlp.down_proj]]
+    family: Family = attention.family
+    groups = [[getattr(attention, name) for name in family.qkv], [attention.o_proj]]
+    if not family.has(mlp, EXPERTS):
+        groups += [[getattr(mlp, name) for name in family.gate_up], [mlp.down_proj]]
+    return groups
 
 
 def _projections(layer: Any) -> list[Projection]:
     """Return what the ops read of q, k, v, o, gate, up and down; joint ones are divided by rows."""
-    qkv, out, gate_up, down = ([_projection(module) for module in group] for group in _groups(layer))
-    return [*_divided(qkv, layer.self_attn.num_key_value_groups, 1, 1), *out, *_divided(gate_up, 1, 1), *down]
+    qkv, out, *mlp = ([_projection(module) for module in group] for group in _groups(layer))
+    found = [*_divided(qkv, layer.self_attn.num_key_value_groups, 1, 1), *out]
+    return [*found, *_divided(mlp[0], 1, 1), *mlp[1]] if mlp else found
 
 
 def _divided(given: list[Projection], *shares: int) -> list[Projection]:
@@ -296,10 +346,8 @@ def _divided(given: list[Projection], *shares: int) -> list[Projection]:
 
 def _layer_weights(layer: Any) -> LayerWeights:
     attention = layer.self_attn
-    norms = (attention.q_norm.weight, attention.k_norm.weight) if attention.family.normed else (None, None)
-    return LayerWeights(
-        layer.input_layernorm.weight,
-        layer.post_attention_layernorm.weight,
-        _projections(layer),
-        *norms,
+    of_heads = (attention.q_norm, attention.k_norm) if attention.family.normed else (None, None)
+    before, after, before_mlp, after_mlp, q_norm, k_norm = (
+        None if norm is None else norm.weight for norm in (*attention.family.norms_of(layer), *of_heads)
     )
+    return LayerWeights(before, before_mlp, _projections(layer), q_norm, k_norm, after, after_mlp)

@@ -21,28 +21,6 @@ from medusa_decoding.linears.reading import is_hooked
 Tables = tuple[torch.Tensor, torch.Tensor]
 
 
-def in_halves(x: torch.Tensor, width: int) -> torch.Tensor:
-    """Return heads [.., D], whose first `width` numbers are rotated, with these at the beginning of each half.
-
-    Then the whole head can be rotated, by tables from `widened`. Attention does not depend on the order of numbers if
-    queries and keys have the same one.
-    """
-    if width == x.shape[-1]:
-        return x
-    first, second, *rest = x.split([width // 2] * 2 + [(x.shape[-1] - width) // 2] * 2, dim=-1)
-    return torch.cat((first, rest[0], second, rest[1]), -1)
-
-
-def widened(tables: Tables, head_dim: int) -> Tables:
-    """Return tables [.., W] for heads of D numbers, [.., D], in the order of `in_halves`: the rest is not rotated."""
-    missing = (head_dim - tables[0].shape[-1]) // 2
-    found = [
-        F.pad(table.unflatten(-1, (2, -1)), (0, missing), value=value).flatten(-2)
-        for table, value in zip(tables, (1.0, 0.0), strict=True)
-    ]
-    return found[0], found[1]
-
-
 def tables_of_layers(
     rotary: Any, names: Sequence[str] | None, prompt_lengths: list[int], capacity: int, dtype: torch.dtype,
     device: torch.device,

@@ -134,7 +134,7 @@ def memory_use(backbone: Backbone, sizes: Sizes, rows: int, chunk: int = PREFILL
         batch=batch,
         rows=capacity,
         cache=torch.Size(kv).numel() * backbone.kv_dtype.itemsize,
-        tables=2 * tables * capacity * backbone.head_dim * item,
+        tables=2 * tables * capacity * backbone.family.rotary_width(backbone.config, backbone.head_dim) * item,
         state=batch * (bucket(sizes.budget + 1) * STATE_BYTES + backbone.config.hidden_size * item),
         activations=max(_pass(backbone, at_once, item) + copied, _step(backbone, sizes, capacity, item)),
     )
