@@ -96,11 +96,11 @@ def test_fused_layers_are_as_accurate_as_the_modules():
 
 @pytest.mark.skipif(interpreted(), reason="the C++ library does not serve in Triton's interpreter")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "phi4", "granite", "olmo2", "gemma2"])
 def test_layers_in_one_call_are_as_accurate_as_the_modules(family, dtype):
     """Hidden states of one tree pass, both compared with fp64: the error is at most twice that of the modules."""
     sizes = {"hidden_size": 64, "num_attention_heads": 8, "num_hidden_layers": 3, "initializer_range": 0.2}
-    model = tiny(family, dtype=dtype, **sizes)
+    model = tiny(family, dtype=dtype, **sizes | ({"sliding_window": 96} if family == "gemma2" else {}))
     for name, parameter in model.named_parameters():
         if "norm" in name or name.endswith("bias"):
             torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.1)
@@ -145,6 +145,17 @@ def hooked(model):
     return model
 
 
+def hooked_norm(model):
+    model = tiny("olmo2")
+    model.model.layers[1].post_feedforward_layernorm.register_forward_hook(lambda *_: None)
+    return model
+
+
+def other_epsilon(model):
+    model.model.layers[1].input_layernorm.variance_epsilon = 1e-3
+    return model
+
+
 def gelu(model):
     return tiny(hidden_act="gelu")
 
@@ -162,7 +173,9 @@ def wrapped_weight(model):
 OBSTACLES = {
     "DoRA": (dora, r"layer 0 has a peft\..*\.Linear$"),
     "hook": (hooked, "layer 1 has forward hooks on its LlamaMLP"),
-    "activation": (gelu, "layer 0 has the activation GELUActivation, not SiLU"),
+    "hook on a norm": (hooked_norm, "layer 1 has forward hooks on its Olmo2RMSNorm"),
+    "epsilon": (other_epsilon, "layer 1 has a norm with the epsilon 0.001, the final one 1e-06"),
+    "activation": (gelu, "layer 0 has the activation GELUActivation, not SiLU or GELU by tanh"),
     "wrapped weight": (wrapped_weight, "layer 0 has a weight of test_fused.Wrapped"),
 }
 

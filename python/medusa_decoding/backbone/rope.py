@@ -92,7 +92,8 @@ def rope_tables(
 
 def _rows(rotary: Any, sample: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
     cos, sin = rotary(sample, torch.arange(start, stop, device=sample.device)[None])
-    return cos[0].contiguous(), sin[0].contiguous()
+    # OLMo's are in fp32.
+    return cos[0].to(sample.dtype).contiguous(), sin[0].to(sample.dtype).contiguous()
 
 
 def _dynamic_tables(rotary: Any, sample: torch.Tensor, prompt: int, capacity: int) -> tuple[torch.Tensor, torch.Tensor]:
