@@ -10,6 +10,7 @@ from oracles import counted, fits, joint, new_tokens
 from peft import LoraConfig, get_peft_model
 
 from medusa_decoding import MedusaModel, Session, Tree
+from medusa_decoding.backbone import fused_layers
 from medusa_decoding.decode.prefill import prefill
 
 NEW = 20
@@ -32,17 +33,23 @@ def wandering(family, **overrides):
 
 @pytest.mark.parametrize("family", MORE_FAMILIES)
 def test_greedy_text_is_that_of_transformers(family, monkeypatch):
+    """As layers run on a CPU, and by an op for each stage as on a GPU, with whole and with divided projections."""
     monkeypatch.setattr("medusa_decoding.decode.selection.greedy.allowed_logits", None)  # no step makes all logits
     model = wandering(family)
     rows = prompts(3, [7, 1, 12])
     expected = [transformers_greedy(model, row, NEW) for row in rows]
     ids, mask = padded(rows)
     with MedusaModel(model, heads_for(model), Tree.cartesian([4, 3])) as medusa:
-        output = medusa.generate(ids, mask, max_new_tokens=NEW)
         backbone = medusa.backbone
-        assert (backbone.native is None) == backbone.fuse == (family in EXPERTS), backbone.said
+        assert new_tokens(medusa.generate(ids, mask, max_new_tokens=NEW), ids.shape[1]) == expected
+        assert (backbone.native is None) == backbone.fuse == (family in EXPERTS)
+        how = "fused, experts as modules" if family in EXPERTS else "one call of the C++ library"
+        assert backbone.said == f"layers: {how} (plain modules)"
+        backbone.native, backbone.fuse, backbone.choose_layers = None, True, lambda **_: False
+        for parts in (1, 3):
+            monkeypatch.setattr(fused_layers, "linear_parts", lambda *_, parts=parts: parts)
+            assert new_tokens(medusa.generate(ids, mask, max_new_tokens=NEW), ids.shape[1]) == expected
     assert len({token for row in expected for token in row}) > 2
-    assert output.sequences[:, ids.shape[1] :].tolist() == expected
     assert [transformers_greedy(model, row, NEW) for row in rows] == expected
 
 
@@ -84,7 +91,7 @@ def test_layers_for_multi_token_prediction_are_named_once(caplog, layers):
     assert len([line for line in caplog.messages if "use_mtp=True" in line]) == layers
 
 
-LONG = [(family, None) for family in ("phi3", "olmo3", "gemma2", "gemma3", "smollm3", "mixtral")]
+LONG = [(family, None) for family in ("phi3", "phi4", "olmo3", "gemma2", "gemma3", "smollm3", "mixtral")]
 
 
 @pytest.mark.parametrize(("family", "cache"), [*LONG, ("gemma2", "int8"), ("phi4", "int8")])
@@ -125,17 +132,21 @@ def test_sampled_texts_have_the_probabilities_of_the_model(family, monkeypatch):
     assert not fits(counted(new_tokens(output, 3), 5), joint(model, prompt, 2, temperature=0.5))
 
 
-def test_adapters_on_joint_projections():
-    model = wandering("phi3")
+@pytest.mark.parametrize("family", ["phi3", "granite", "gemma2", "qwen3_moe"])
+def test_adapters(family):
+    """On joint projections, where what layers add has a factor or a norm, and beside experts."""
+    model = wandering(family)
     plain = transformers_greedy(model, prompts(1, [7])[0], NEW)
     torch.manual_seed(0)
-    targets = ["qkv_proj", "gate_up_proj", "o_proj", "down_proj"]
+    targets = ["qkv_proj", "gate_up_proj"] if family == "phi3" else ["q_proj", "k_proj", "gate_proj", "up_proj"]
+    targets += ["o_proj", "down_proj"]
     adapted = get_peft_model(model, LoraConfig(target_modules=targets, r=4, init_lora_weights=False)).eval()
     [row] = prompts(1, [7])
     expected = transformers_greedy(adapted, row, NEW)
     assert expected != plain
     with MedusaModel(adapted, heads_for(model), Tree.cartesian([4, 3])) as medusa:
         output = medusa.generate(row[None], max_new_tokens=NEW)
+        assert medusa.backbone.fuse, medusa.backbone.said
     assert new_tokens(output, len(row))[0] == expected
 
 
