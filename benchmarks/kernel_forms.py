@@ -427,7 +427,7 @@ def _projection(
 
 
 def _decode_linear(device: Device) -> Iterator[Specialisation]:
-    """Yield the projections of Llama and Qwen in bf16, and one form of each other kind."""
+    """Yield the projections of Llama, Qwen, Gemma and Granite in bf16, and one form of each other kind."""
     fp16, bf16, fp32 = torch.float16, torch.bfloat16, torch.float32
     for rows in (1, 32, 64):
         yield _linear_form(device, bf16, rows, (4096, 4096, 4096))
@@ -450,6 +450,13 @@ def _decode_linear(device: Device) -> Iterator[Specialisation]:
         yield _linear_form(device, bf16, rows, features, parts=parts, bias=len(features) > 1)
     yield _linear_form(device, fp16, 64, (4096,), size=11024, parts=3)
     yield _linear_form(device, fp32, 64, (4096,), parts=2)
+    # Gemma-2-9B's gate, and Granite-3-8B's products, which are multiplied.
+    for rows in (1, 64):
+        yield _linear_form(device, bf16, rows, (14336, 14336), gate=True, size=3584, gelu=True)
+        yield _linear_form(device, bf16, rows, (4096,), residual=True, factor=True)
+        yield _linear_form(device, bf16, rows, (4096,), size=12800, parts=3, factor=True)
+    yield _linear_form(device, bf16, 64, (14336, 14336), gate=True, size=3584, gelu=True, stored=("int4", 128))
+    yield _linear_form(device, fp32, 64, (14336, 14336), gate=True, size=3584, gelu=True)
     # Llama-3-8B's in 4 bits, and one form of each other kind of weight.
     for rows, features, size in itertools.product((16, 32, 64), ((4096, 1024, 1024), (4096,)), (4096, 14336)):
         if len(features) == 1 or size == 4096:
