@@ -142,7 +142,10 @@ def compiled_form(arch: str, launch: Launch) -> Compiled:
 
 def _key(form: Compiled) -> tuple[Any, ...]:
     arch, spec, options = form
-    types, constants = (tuple(sorted(named.items())) for named in (spec.signature, spec.constants))
+    # Without constants at their defaults, so that one more argument of a kernel does not rename its other forms.
+    usual = {parameter.name: parameter.default for parameter in spec.kernel.params if parameter.has_default}
+    constants = {name: value for name, value in spec.constants.items() if (name, value) not in usual.items()}
+    types, constants = (tuple(sorted(named.items())) for named in (spec.signature, constants))
     return arch, spec.name, types, constants, spec.aligned, spec.num_warps, spec.num_stages, options
 
 

@@ -362,6 +362,8 @@ def _tree_verify(device: Device) -> Iterator[Specialisation]:
         yield _projection(device, bf16, rows, scaled=True, stats=False)
         yield _projection(device, fp16, rows)
     yield _projection(device, bf16, 256, scaled=True)
+    yield _projection(device, bf16, 64, stats=False, softcap=30.0)
+    yield _projection(device, bf16, 1, scaled=True, divisor=16.0, softcap=30.0)
     yield _projection(device, fp32, 1)
     yield _projection(device, fp32, 64, scaled=True, elements=1)
     for rows, codes, group, zero in _PACKED:
@@ -375,14 +377,16 @@ def _tree_verify(device: Device) -> Iterator[Specialisation]:
     for dtype, rows, scaled, stats, chain, *packed in (
         (bf16, 1, False, True, False), (bf16, 1, False, False, False), (bf16, 2048, True, True, False),
         (fp32, 1, False, True, True), (bf16, 1, False, True, False, "int4", 128, True),
-        (bf16, 2048, False, True, False, "nf4", 64, False),
+        (bf16, 2048, False, True, False, "nf4", 64, False), (bf16, 1, True, True, False, "", 0, False, 30.0),
     ):  # fmt: skip
         kind, blocks = TRITON_TYPES[dtype], tree_verify.merge_blocks(rows, 264)
-        codes, group, zero = packed or ("", 0, False)
+        codes, group, zero, softcap = (*packed, *("", 0, False, None)[len(packed) :])
         types, flags = _quantised(codes, dtype, torch.uint8 if group else dtype, group, zero)
+        flags |= {"DIVISOR": 1.0, "SOFTCAP": softcap}
         yield specialise(
             f"tree_verify merge {kind} {blocks['BLOCK_R']}x{blocks['BLOCK_P']}"
-            + " scaled" * scaled + " stats" * stats + " chain" * chain + f" {codes}" * bool(group),
+            + " scaled" * scaled + " stats" * stats + " chain" * chain + f" {codes}" * bool(group)
+            + " capped" * (softcap is not None),
             tree_verify.merge_kernel,
             types | {
                 "hidden": f"*{kind}",
@@ -398,7 +402,8 @@ def _tree_verify(device: Device) -> Iterator[Specialisation]:
 
 
 def _projection(
-    device, dtype, rows, *, scaled=False, stats=True, elements=16, stored=None, codes="", group=0, zero=False
+    device, dtype, rows, *, scaled=False, stats=True, elements=16, stored=None, codes="", group=0, zero=False,
+    divisor=1.0, softcap=None,
 ):  # fmt: skip
     stored = stored or dtype
     config = tree_verify.configuration(
@@ -407,10 +412,12 @@ def _projection(
     kind, blocks, decode = TRITON_TYPES[dtype], config.blocks(), tree_verify.decoding(device, dtype, stored, codes)
     types, flags = _quantised(decode, dtype, stored, group, zero)
     flags |= {"UNIT": elements, "EVEN": elements == 16, "SCALED": scaled, "STATS": stats}
+    flags |= {"DIVISOR": divisor, "SOFTCAP": softcap}
     weight = f" x {codes} g{group}{' zeros' * zero}" if group else f" x {TRITON_TYPES[stored]}" * (stored != dtype)
     return specialise(
         f"tree_verify project {kind}{weight} {'x'.join(map(str, blocks.values()))}"
-        + " scaled" * scaled + " stats" * stats + (f" unit{elements} masked" if elements < 16 else ""),
+        + " scaled" * scaled + " stats" * stats + " divided" * (divisor != 1.0) + " capped" * (softcap is not None)
+        + (f" unit{elements} masked" if elements < 16 else ""),
         tree_verify.project_kernel,
         types | {
             "hidden": f"*{kind}",
