@@ -263,7 +263,10 @@ struct Weight {
   }
 };
 
-double silu(double x) { return x / (1 + std::exp(-x)); }
+double activated(double x, int64_t activation) {
+  const double inner = activation == medusa::kGeluTanh ? std::sqrt(8 / M_PI) * (x + 0.044715 * x * x * x) : x;
+  return x / (1 + std::exp(-inner));
+}
 double last_place(int64_t type) { return type == kFloat32 ? 0x1p-23 : 0x1p-8; }
 
 std::string name_of(int64_t type) {
@@ -304,7 +307,7 @@ void linear() {
   medusa::Linear call{};
   call.threads = threads, call.type = type, call.x = x.data(), call.tokens = tokens, call.columns = columns;
   call.residual = with_residual ? residual.data() : nullptr, call.out = out.data(), call.gate = gate;
-  call.count = count;
+  call.count = count, call.activation = any(medusa::kSilu, medusa::kGeluTanh), call.factor = gate || maybe() ? 1 : 0.3;
   for (int64_t i = 0; i < count; ++i) call.weights[i] = weights[i].matrix();
   // Two callers at once, which must not share what is not theirs.
   medusa::Linear other_call = call;
@@ -322,6 +325,7 @@ void linear() {
     for (int64_t i = 0; i < (gate ? 1 : count); ++i) {
       for (int64_t row = 0; row < weights[i].values.rows(); ++row, ++place) {
         const auto added = [&](Weight::Sum sum, int64_t column) {
+          sum.value *= call.factor;
           if (!with_residual) return sum;
           sum.value += residual.get(token, column);
           sum.error += 0x1p-23 * (std::fabs(residual.get(token, column)) + std::fabs(sum.value));
@@ -330,8 +334,8 @@ void linear() {
         Weight::Sum sum = added(weights[i].times(x.row(token), row), place - token * rows);
         if (gate) {
           const Weight::Sum other = added(weights[1].times(x.row(token), row), rows + row);
-          const double gated = silu(sum.value);
-          sum.error = 1.1 * sum.error * (std::fabs(other.value) + other.error) + std::fabs(gated) * other.error +
+          const double gated = activated(sum.value, call.activation);
+          sum.error = 1.2 * sum.error * (std::fabs(other.value) + other.error) + std::fabs(gated) * other.error +
                       0x1p-20 * std::fabs(gated * other.value);
           sum.value = gated * other.value;
         }
@@ -479,7 +483,7 @@ void heads() {
         for (int64_t row = 0; row < width; ++row) {
           double sum = bias ? b1.get(block, row) : 0;
           for (int64_t column = 0; column < width; ++column) sum += before[column] * w1.get(block * width + row, column);
-          state[row] = rounded(before[row] + silu(sum), type);
+          state[row] = rounded(before[row] + activated(sum, medusa::kSilu), type);
         }
       }
       double total = 0;
@@ -616,16 +620,18 @@ void accept() {
 
 // The weights of a layer of the decoder.
 struct DecoderLayer {
-  Array input_norm, q_norm, k_norm, post_norm;
+  Array input_norm, q_norm, k_norm, post_norm, attention_norm, mlp_norm;
   Weight q, k, v, o, gate, up, down;
   int64_t window;
-  bool head_norms;
+  bool head_norms, before, after;
 
-  DecoderLayer(const medusa::Layers& of, int64_t weights, int64_t group, bool head_norms)
+  DecoderLayer(const medusa::Layers& of, int64_t weights, int64_t group, bool head_norms, bool before, bool after)
       : input_norm(of.type, 1, of.width),
-        q_norm(of.type, 1, of.head_dim),
-        k_norm(of.type, 1, of.head_dim),
+        q_norm(of.type, 1, (of.whole_norms ? of.heads : 1) * of.head_dim),
+        k_norm(of.type, 1, (of.whole_norms ? of.kv_heads : 1) * of.head_dim),
         post_norm(of.type, 1, of.width),
+        attention_norm(of.type, 1, of.width),
+        mlp_norm(of.type, 1, of.width),
         q(weights, of.type, of.heads * of.head_dim, of.width, group, false),
         k(weights, of.type, of.kv_heads * of.head_dim, of.width, group, false),
         v(weights, of.type, of.kv_heads * of.head_dim, of.width, group, false),
@@ -634,12 +640,17 @@ struct DecoderLayer {
         up(weights, of.type, of.inner, of.width, group, false),
         down(weights, of.type, of.width, of.inner, group, false),
         window(maybe() ? 0 : any(1, 9)),
-        head_norms(head_norms) {
-    for (Array* norm : {&input_norm, &q_norm, &k_norm, &post_norm}) norm->fill([] { return 1 + normal() / 4; });
+        head_norms(head_norms),
+        before(before),
+        after(after) {
+    for (Array* norm : {&input_norm, &q_norm, &k_norm, &post_norm, &attention_norm, &mlp_norm}) {
+      norm->fill([] { return 1 + normal() / 4; });
+    }
   }
   void add_pointers(std::vector<const void*>& to, std::vector<int64_t>& kinds) const {
-    to.insert(to.end(), {input_norm.data(), post_norm.data(), head_norms ? q_norm.data() : nullptr,
-                         head_norms ? k_norm.data() : nullptr});
+    const auto given = [](bool is, const Array& norm) { return is ? norm.data() : nullptr; };
+    to.insert(to.end(), {given(before, input_norm), given(before, post_norm), given(head_norms, q_norm),
+                         given(head_norms, k_norm), given(after, attention_norm), given(after, mlp_norm)});
     for (const Weight* weight : {&q, &k, &v, &o, &gate, &up, &down}) {
       to.insert(to.end(), {weight->values.data(), weight->biases(), weight->scales(), weight->zero_points()});
       kinds.insert(kinds.end(), {weight->type, weight->group});
@@ -647,11 +658,12 @@ struct DecoderLayer {
   }
 };
 
-std::vector<double> rms_norm(std::vector<double> x, const Array& weight, double eps) {
+std::vector<double> rms_norm(const medusa::Layers& of, std::vector<double> x, const Array& weight) {
+  const double offset = std::isnan(of.norm_offset) ? 0 : of.norm_offset;
   double squares = 0;
   for (const double value : x) squares += value * value;
-  const double factor = 1 / std::sqrt(squares / static_cast<double>(x.size()) + eps);
-  for (size_t i = 0; i < x.size(); ++i) x[i] *= factor * weight.get(0, static_cast<int64_t>(i));
+  const double factor = 1 / std::sqrt(squares / static_cast<double>(x.size()) + of.eps);
+  for (size_t i = 0; i < x.size(); ++i) x[i] *= factor * (offset + weight.get(0, static_cast<int64_t>(i)));
   return x;
 }
 
@@ -666,18 +678,26 @@ void layers() {
   const int64_t stored = weight_type(call.type), group = 16 * any(1, 2);
   if (stored >= kInt4) call.head_dim = group, call.width = group * any(1, 3), call.inner = group * any(1, 4);
   call.scale = 1 / std::sqrt(static_cast<double>(call.head_dim));
+  call.rotated = maybe() ? call.head_dim : 2 * any(1, call.head_dim / 2);
+  call.norm_offset = maybe() ? std::nan("") : static_cast<double>(any(0, 1)), call.whole_norms = maybe();
+  call.activation = any(medusa::kSilu, medusa::kGeluTanh), call.factor = maybe() ? 1 : 0.3;
+  call.softcap = maybe() ? 0 : 1.5;
+  const bool norms_after = maybe(), norms_before = !norms_after || maybe(), several = maybe();
   const int64_t batch = call.batch, nodes = call.nodes, dim = call.head_dim, words = (nodes + 63) / 64;
   const bool head_norms = maybe(), per_row = maybe(), tables_per_row = maybe();
   what = "layers " + name_of(call.type) + " x " + name_of(stored) + " batch " + std::to_string(batch) + " nodes " +
          std::to_string(nodes) + " heads " + std::to_string(call.heads) + "/" + std::to_string(call.kv_heads) + " of " +
          std::to_string(dim) + " width " + std::to_string(call.width) + " inner " + std::to_string(call.inner) +
-         (head_norms ? " q_norm" : "") + " on " + std::to_string(call.threads) + " threads";
+         (head_norms ? call.whole_norms ? " whole q_norm" : " q_norm" : "") + (norms_before ? " norms before" : "") +
+         (norms_after ? " norms after" : "") + " offset " + std::to_string(call.norm_offset) + " rotated " +
+         std::to_string(call.rotated) + (several ? " tables" : "") + " factor " + std::to_string(call.factor) + " cap " +
+         std::to_string(call.softcap) + (call.activation == medusa::kGeluTanh ? " gelu" : "") + " on " + std::to_string(call.threads) + " threads";
   std::deque<DecoderLayer> decoder;
   std::vector<const void*> pointers;
-  std::vector<int64_t> windows, kinds;
+  std::vector<int64_t> windows, kinds, tables;
   for (int64_t i = 0; i < call.count; ++i) {
-    decoder.emplace_back(call, stored, group, head_norms).add_pointers(pointers, kinds);
-    windows.push_back(decoder.back().window);
+    decoder.emplace_back(call, stored, group, head_norms, norms_before, norms_after).add_pointers(pointers, kinds);
+    windows.push_back(decoder.back().window), tables.push_back(several ? any(0, 1) : 0);
   }
   std::vector<int32_t> lens;
   for (int64_t b = 0; b < batch; ++b) lens.push_back(static_cast<int32_t>(any(0, 40)));
@@ -703,10 +723,11 @@ void layers() {
     }
   }
   const int64_t deepest = *std::max_element(depths.begin(), depths.end()), positions = longest + deepest + 1;
-  Array cos(call.type, positions * (tables_per_row ? batch : 1), dim), sin(call.type, cos.rows(), dim);
+  const int64_t turned = call.rotated, table_rows = positions * (tables_per_row ? batch : 1);
+  Array cos(call.type, table_rows * (several ? 2 : 1), turned), sin(call.type, cos.rows(), turned);
   for (int64_t row = 0; row < cos.rows(); ++row) {
-    for (int64_t i = 0; i < dim; ++i) {
-      const double angle = static_cast<double>(row) / (1 + static_cast<double>(i % (dim / 2)));
+    for (int64_t i = 0; i < turned; ++i) {
+      const double angle = static_cast<double>(row) / (1 + static_cast<double>(i % (turned / 2)));
       cos.set(row, i, std::cos(angle)), sin.set(row, i, std::sin(angle));
     }
   }
@@ -728,7 +749,8 @@ void layers() {
   Integers<int32_t> slots_given(std::vector<int32_t>(slots.begin(), slots.begin() + batch));
   Integers<int64_t> ancestors_given(ancestors);
   call.hidden = hidden.data(), call.out = out.data(), call.kv = kv.data(), call.cos = cos.data(), call.sin = sin.data();
-  call.table_rows = positions, call.table_stride = tables_per_row ? positions * dim : 0;
+  call.table_rows = positions, call.table_stride = tables_per_row ? positions * turned : 0;
+  call.tables = several ? tables.data() : nullptr, call.tables_stride = table_rows * turned;
   call.cache_lens = lens_given.data(), call.depths = depths_given.data(), call.ancestors = ancestors_given.data();
   call.depths_stride = per_row ? nodes : 0, call.ancestors_stride = per_row ? nodes * words : 0;
   call.slots = has_slots ? slots_given.data() : nullptr;
@@ -757,19 +779,30 @@ void layers() {
     std::vector<std::vector<double>> queries(batch * nodes);
     const auto rotated = [&](const std::vector<double>& heads_of, int64_t head, int64_t b, int64_t node,
                              const Array* norm) {
-      std::vector<double> x(&heads_of[head * dim], &heads_of[head * dim] + dim), turned(dim);
-      if (norm != nullptr) x = rms_norm(x, *norm, call.eps);
-      const int64_t row = lens[b] + depths[(per_row ? b * nodes : 0) + node] + (tables_per_row ? b * positions : 0);
-      for (int64_t i = 0; i < dim; ++i) {
-        const double other = i < dim / 2 ? -x[i + dim / 2] : x[i - dim / 2];
-        turned[i] = x[i] * cos.get(row, i) + other * sin.get(row, i);
+      std::vector<double> x(&heads_of[head * dim], &heads_of[head * dim] + dim);
+      if (norm != nullptr && !call.whole_norms) x = rms_norm(call, x, *norm);
+      const int64_t row = lens[b] + depths[(per_row ? b * nodes : 0) + node] + (tables_per_row ? b * positions : 0) +
+                          tables[number] * table_rows;
+      std::vector<double> result = x;
+      for (int64_t i = 0; i < turned; ++i) {
+        const double other = i < turned / 2 ? -x[i + turned / 2] : x[i - turned / 2];
+        result[i] = x[i] * cos.get(row, i) + other * sin.get(row, i);
       }
-      return turned;
+      return result;
+    };
+    // What a projection adds, or its norm.
+    const auto add = [&](std::vector<double>& own, const Weight& weight, const std::vector<double>& x, const Array& norm) {
+      std::vector<double> sums = weight.times(x);
+      for (double& sum : sums) sum *= call.factor;
+      if (norms_after) sums = rms_norm(call, sums, norm);
+      for (int64_t i = 0; i < call.width; ++i) own[i] += sums[i];
     };
     for (int64_t b = 0; b < batch; ++b) {
       for (int64_t node = 0; node < nodes; ++node) {
-        const std::vector<double> normed = rms_norm(state[b * nodes + node], layer.input_norm, call.eps);
-        const std::vector<double> q = layer.q.times(normed), k = layer.k.times(normed), v = layer.v.times(normed);
+        const std::vector<double>& own = state[b * nodes + node];
+        const std::vector<double> normed = norms_before ? rms_norm(call, own, layer.input_norm) : own;
+        std::vector<double> q = layer.q.times(normed), k = layer.k.times(normed), v = layer.v.times(normed);
+        if (head_norms && call.whole_norms) q = rms_norm(call, q, layer.q_norm), k = rms_norm(call, k, layer.k_norm);
         for (int64_t head = 0; head < call.heads; ++head) {
           const std::vector<double> one = rotated(q, head, b, node, head_norms ? &layer.q_norm : nullptr);
           queries[b * nodes + node].insert(queries[b * nodes + node].end(), one.begin(), one.end());
@@ -800,25 +833,24 @@ void layers() {
             for (int64_t i = 0; i < dim; ++i) {
               score += queries[b * nodes + node][head * dim + i] * expected[cache_row(number, 0, b, kv_head, row) + i];
             }
-            const double weight = std::exp(score * call.scale);
+            score *= call.scale;
+            const double weight = std::exp(call.softcap > 0 ? call.softcap * std::tanh(score / call.softcap) : score);
             total += weight;
             for (int64_t i = 0; i < dim; ++i) sum[i] += weight * expected[cache_row(number, 1, b, kv_head, row) + i];
           }
           for (const double value : sum) attended.push_back(value / total);
         }
-        const std::vector<double> projected = layer.o.times(attended);
-        for (int64_t i = 0; i < call.width; ++i) own[i] += projected[i];
-        const std::vector<double> normed = rms_norm(own, layer.post_norm, call.eps);
+        add(own, layer.o, attended, layer.attention_norm);
+        const std::vector<double> normed = norms_before ? rms_norm(call, own, layer.post_norm) : own;
         std::vector<double> inner = layer.gate.times(normed);
         const std::vector<double> up = layer.up.times(normed);
-        for (int64_t i = 0; i < call.inner; ++i) inner[i] = silu(inner[i]) * up[i];
-        const std::vector<double> down = layer.down.times(inner);
-        for (int64_t i = 0; i < call.width; ++i) own[i] += down[i];
+        for (int64_t i = 0; i < call.inner; ++i) inner[i] = activated(inner[i], call.activation) * up[i];
+        add(own, layer.down, inner, layer.mlp_norm);
       }
     }
   }
   for (int64_t i = 0; i < batch * nodes; ++i) {
-    const std::vector<double> normed = rms_norm(state[i], final_norm, call.eps);
+    const std::vector<double> normed = rms_norm(call, state[i], final_norm);
     for (int64_t column = 0; column < call.width; ++column) {
       const int64_t place = i * call.width + column;
       check("out", place, found[place], normed[column], allowed * (1 + std::fabs(normed[column])));

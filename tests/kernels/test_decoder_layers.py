@@ -264,6 +264,16 @@ def test_layers_of_other_families_match_fp64(device: str, family: str, dtype: to
     check(case, within_twice=assert_typical_error_within_twice)
 
 
+@NO_BF16
+def test_norms_with_an_offset_are_rounded_once(device: str) -> None:
+    """In bfloat16: an error of fp32 may decide where the exact product lies between two numbers."""
+    case = make(9, [0], width=128, windows=(0,), norm_offset=1.0, dtype=torch.bfloat16, device=device)
+    case["weights"] = [torch.zeros_like(weight) for weight in case["weights"][:-1]] + case["weights"][-1:]
+    x = case["hidden"].double()
+    normed = x / (x.square().mean(-1, keepdim=True) + case["eps"]).sqrt() * (1 + case["weights"][-1].double())
+    assert (run(case)[0] != normed.to(torch.bfloat16)).sum() <= 2
+
+
 @of_the_cpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @settings(max_examples=60)
@@ -403,6 +413,14 @@ BAD = {
 def test_bad_arguments_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         decoder_layers(**(make(5, [2, 2]) | change))
+
+
+@of_the_cpu
+def test_norms_of_another_size_than_heads_are_refused() -> None:
+    case = make(5, [2, 2], norms="whole")
+    case["weights"][3] = torch.ones(16)
+    with pytest.raises(ValueError, match=r"size 16 in all layers, or of sizes 64 and 32, got \{64\} and \{16, 32\}"):
+        decoder_layers(**case)
 
 
 def test_passes_opcheck(device: str) -> None:
