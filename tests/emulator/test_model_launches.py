@@ -1,9 +1,9 @@
 """Every launch that steps of real models make, executed once: each compiled form on one op call with that form.
 
 The steps are recorded on the meta device with one layer, for the GPU that the emulator stands for. Widths, numbers of
-heads and vocabularies are the models' own, and so are tiles, strides and what the compiler knows of them. Of several
-calls with a form the smallest runs, with fewer tokens in the vocabulary if that keeps the form, and its results are
-compared with the op's reference.
+heads and vocabularies are the models' own, and so are tiles, strides and what the compiler knows of them; of OLMo,
+Gemma and Granite, whose layers launch other forms, a small model is taken. Of several calls with a form the smallest
+runs, with fewer tokens in the vocabulary if that keeps the form, and its results are compared with the op's reference.
 
 `benchmarks/results/emulated-forms.txt` lists the executed forms per target. FORMS=write rewrites a target's lines:
 
@@ -47,9 +47,10 @@ SELECTORS = {
     "nucleus": lambda: Sampling([lp.TopKLogitsWarper(50), lp.TopPLogitsWarper(0.9)]),
     "typical": TypicalAcceptance,
 }
+MODELS = (*grids.MODELS, "OLMo-2-254M", "Gemma-2-254M", "Granite-254M")
 WAYS = {
     # The models' own dtypes: Llama-2 is published in fp16.
-    "": (grids.MODELS, GREEDY),
+    "": (MODELS, GREEDY),
     "fp16": (("Llama-2-7B", "Llama-2-13B"), GREEDY | {"dtype": torch.float16}),
     **{heads: (("Llama-2-7B",), GREEDY | {"heads": heads}) for heads in ("shared", "trimmed 8192", "full bf16")},
     # Of these only vocabulary and dtype matter.
@@ -74,7 +75,7 @@ def key(arch, launch):
 def recorded(arch):
     """Return the forms of all steps on a target, by key."""
     forms, layers, shallow = {}, {}, {}
-    for name in grids.MODELS:
+    for name in MODELS:
         config = bench_step.MODELS[name]()
         layers[name], config.num_hidden_layers = config.num_hidden_layers, 1
         shallow[name] = lambda config=config: config
@@ -279,8 +280,10 @@ def check_noise(before, after, got):
 def check_verified(before, after, got):
     """No token that is better beyond rounding; statistics within twice that of logits in the model's dtype."""
     hidden, weight, temperature = before["hidden"], before["weight"], before.get("temperature", 0.0) or 1.0
-    exact = hidden.float() @ weight.float().T
-    exact, plain = (logits.float() / temperature for logits in (exact, exact.to(hidden.dtype)))
+    exact, options = hidden.float() @ weight.float().T, (before.get("divisor", 1.0), before.get("softcap"))
+    exact, plain = (
+        reference.scaled_logits(logits.float(), *options) / temperature for logits in (exact, exact.to(hidden.dtype))
+    )
     error, scores = 2 * (plain - exact).abs().max(), exact
     if before.get("noise") is not None:
         scores = exact + reference.of_nodes(before["noise"], before["noise_rows"])
