@@ -106,8 +106,9 @@ test-transformers: $(EDITABLE)
 	$(if $(TRANSFORMERS_SOURCE),$(PIP) parameterized && cd "$(TRANSFORMERS_SOURCE)" && OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
 		PYTHONPATH="$(SUITE):$(CURDIR)/tests/decode:." $(abspath $(BIN))/python -m pytest -q -p checkout -p no:cacheprovider \
 		-c /dev/null --rootdir=. -W ignore -k "(generat or beam or assisted or prompt_lookup or left_padding or \
-		past_key_values) and not compil and not recompile and not Integration" \
-		$(foreach family,llama mistral qwen2 qwen3,tests/models/$(family)/test_modeling_$(family).py))
+		past_key_values) and not compil and not Integration and not tp_ and not tiny_model" \
+		$(foreach family,llama mistral ministral qwen2 qwen3 smollm3 phi3 granite olmo2 olmo3 gemma2 gemma3 mixtral \
+		qwen2_moe qwen3_moe,tests/models/$(family)/test_modeling_$(family).py))
 
 # In an environment on top of $(VENV), which has only transformers' lowest version and what it wants instead.
 LOWEST_VENV := .venv-lowest

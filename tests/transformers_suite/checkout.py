@@ -15,13 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from models import heads_for
+from models import FAMILIES, MORE_FAMILIES, heads_for
 from transformers import GenerationMixin
 
 from medusa_decoding import Tree, medusa_generate
 
-FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-LEAST_COMPARED = 60
+MODELS = {kind.__name__ for _, kind in FAMILIES.values()} | {f"{name}ForCausalLM" for name, _ in MORE_FAMILIES.values()}
+LEAST_COMPARED = 300
 # Refused arguments without which there is still a text to compare.
 DROPPED = ("output_attentions", "output_hidden_states", "num_beams", "assistant_model")
 OUTPUTS = {"output_attentions", "output_hidden_states"}
@@ -60,7 +60,7 @@ class Comparison:
 
     def generate(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """Make the call with heads, then return what transformers makes of it."""
-        if type(model).__name__ in FAMILIES and kwargs.get("custom_generate") is None:
+        if type(model).__name__ in MODELS and kwargs.get("custom_generate") is None:
             drawn = torch.get_rng_state()
             self.ran.add(self.test)
             self.compare(model, args, without_right_padding(kwargs))
@@ -101,11 +101,19 @@ class Comparison:
 
 
 def without_right_padding(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Reverse masks that pad on the right, with which transformers would continue after the padding."""
+    """Reverse masks that pad on the right, with which transformers would continue after the padding.
+
+    The masked tokens, which its repetition penalty counts, become some that it counts anyway. A row has two tokens at
+    least, because it bans words (of two tokens in these tests) only in rows that are as long.
+    """
     kwargs = {name: copy.copy(value) for name, value in kwargs.items()}
     mask = kwargs.get("attention_mask")
     if isinstance(mask, torch.Tensor) and mask.ndim == 2 and bool((mask[:, -1] == 0).any()):
-        kwargs |= {"attention_mask": mask.flip(1), "position_ids": None}
+        mask, ids = mask.flip(1), kwargs.get("input_ids")
+        mask[:, -2:] = 1
+        kwargs |= {"attention_mask": mask, "position_ids": None}
+        if ids is not None:
+            kwargs["input_ids"] = ids.where(mask.bool(), ids[:, -1:])
     return kwargs
 
 
