@@ -619,6 +619,8 @@ void accept() {
 }
 
 // The weights of a layer of the decoder.
+double offset_of(const medusa::Layers& of) { return std::isnan(of.norm_offset) ? 0 : of.norm_offset; }
+
 struct DecoderLayer {
   Array input_norm, q_norm, k_norm, post_norm, attention_norm, mlp_norm;
   Weight q, k, v, o, gate, up, down;
@@ -644,7 +646,7 @@ struct DecoderLayer {
         before(before),
         after(after) {
     for (Array* norm : {&input_norm, &q_norm, &k_norm, &post_norm, &attention_norm, &mlp_norm}) {
-      norm->fill([] { return 1 + normal() / 4; });
+      norm->fill([&] { return 1 - offset_of(of) + normal() / 4; });
     }
   }
   void add_pointers(std::vector<const void*>& to, std::vector<int64_t>& kinds) const {
@@ -659,11 +661,10 @@ struct DecoderLayer {
 };
 
 std::vector<double> rms_norm(const medusa::Layers& of, std::vector<double> x, const Array& weight) {
-  const double offset = std::isnan(of.norm_offset) ? 0 : of.norm_offset;
   double squares = 0;
   for (const double value : x) squares += value * value;
   const double factor = 1 / std::sqrt(squares / static_cast<double>(x.size()) + of.eps);
-  for (size_t i = 0; i < x.size(); ++i) x[i] *= factor * (offset + weight.get(0, static_cast<int64_t>(i)));
+  for (size_t i = 0; i < x.size(); ++i) x[i] *= factor * (offset_of(of) + weight.get(0, static_cast<int64_t>(i)));
   return x;
 }
 
@@ -673,7 +674,8 @@ void layers() {
   call.batch = any(1, 2), call.nodes = any(0, 5) == 0 ? any(60, 70) : any(1, 12);
   call.kv_heads = any(1, 2), call.heads = call.kv_heads * any(1, 3), call.head_dim = 2 * odd_size(20);
   // The norm of very few numbers turns the rounding of bfloat16 into another sign.
-  call.width = (call.type == kBFloat16 ? 16 : 0) + odd_size(70), call.inner = odd_size(90), call.count = any(1, 2);
+  const int64_t fewest = call.type == kBFloat16 ? 16 : 0;
+  call.width = fewest + odd_size(70), call.inner = fewest + odd_size(90), call.count = any(1, 2);
   call.eps = 1e-5;
   const int64_t stored = weight_type(call.type), group = 16 * any(1, 2);
   if (stored >= kInt4) call.head_dim = group, call.width = group * any(1, 3), call.inner = group * any(1, 4);
@@ -733,7 +735,7 @@ void layers() {
   }
   Array hidden(call.type, batch * nodes, call.width), out(call.type, batch * nodes, call.width);
   Array final_norm(call.type, 1, call.width);
-  hidden.fill(normal), final_norm.fill([] { return 1 + normal() / 4; });
+  hidden.fill(normal), final_norm.fill([&] { return 1 - offset_of(call) + normal() / 4; });
   const int64_t caches = call.count * 2 * call.stored * call.kv_heads;
   Array kv(call.type, caches * call.rows, dim);
   for (int64_t cache = 0; cache < caches; ++cache) {
