@@ -47,10 +47,13 @@ def test_fused_layers_write_the_same_text(family, overrides, tree):
     assert output.sequences[:, ids.shape[1] :].tolist() == expected
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_divided_projections_write_the_same_text(family, monkeypatch):
-    """Every projection that can be is divided, with biases and head norms, whatever the device would choose."""
-    model = tiny(family)
+TWO_KINDS = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+
+
+@pytest.mark.parametrize(("family", "overrides"), [("qwen2", {}), ("qwen3", {}), ("gemma3", TWO_KINDS)])
+def test_divided_projections_write_the_same_text(family, overrides, monkeypatch):
+    """Every projection that can be is divided, with biases and all norms, whatever the device would choose."""
+    model = tiny(family, **overrides)
     rows = prompts(3, [7, 1, 12])
     expected = [transformers_greedy(model, row, NEW) for row in rows]
     ids, mask = padded(rows)
