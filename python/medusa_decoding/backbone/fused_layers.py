@@ -123,10 +123,8 @@ def native_limit(decoder: Any) -> str | None:
         return served.reason
     if decoder.norm.weight.dtype not in (torch.float32, torch.bfloat16):
         return f"the weights are {decoder.norm.weight.dtype}, not float32 or bfloat16"
-    first, *others = map(_settings, decoder.layers)
-    different = next((settings for settings in others if settings != first), None)
-    if different is not None:
-        return f"the layers differ in their settings ({first} and {different})"
+    if any(_settings(layer) != _settings(decoder.layers[0]) for layer in decoder.layers):
+        return "the layers differ in the scale or cap of scores, the activation, or the factor of what they add"
     sizes = {
         tuple((len(one.weight), quantised.columns(one.weight)) for one in _projections(layer))
         for layer in decoder.layers
