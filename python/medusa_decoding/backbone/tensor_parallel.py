@@ -27,9 +27,12 @@ from torch.nn import functional as F
 # projections, which work on the heads of one process.
 _STYLES = {
     "colwise", "rowwise", "colwise_gather_output", "colwise_rep", "rowwise_split_input", "rowwise_rep",
-    "embedding_rowwise", "embedding_colwise", "replicated_with_grad_allreduce", "replicate",
+    "embedding_rowwise", "embedding_colwise", "replicated_with_grad_allreduce", "replicate", "packed_colwise",
+    "moe_tp_experts",
 }  # fmt: skip
 _BY_HEADS = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+# Of attention whose projections are shared, and their results whole in every process (OLMo, Phi-3).
+_WHOLE = {"replicate", "colwise_gather_output", "colwise_rep", "rowwise_split_input"}
 
 Number = TypeVar("Number", int, float)
 
@@ -208,11 +211,13 @@ def local_kv_heads(causal: Any, size: int) -> int:
     unknown = sorted(set(plan.values()) - _STYLES)
     if unknown:
         raise ValueError(f"tp_plan: expected styles out of {', '.join(sorted(_STYLES))}, got {', '.join(unknown)}")
-    styles = {name: plan.get(f"model.layers.*.self_attn.{name}") for name in _BY_HEADS}
-    if set(styles.values()) <= {None, "replicate"}:  # whole attention in every process
+    of_attention = "model.layers.*.self_attn."
+    styles = {name.removeprefix(of_attention): style for name, style in plan.items() if name.startswith(of_attention)}
+    styles = {name: style for name, style in styles.items() if not name.endswith("_norm")}
+    if set(styles.values()) <= _WHOLE:
         return config.num_key_value_heads
     if styles != _BY_HEADS:
-        raise ValueError(f"tp_plan: expected attention sharded as {_BY_HEADS}, or not at all, got {styles}")
+        raise ValueError(f"tp_plan: expected attention sharded as {_BY_HEADS}, or whole in all processes, got {styles}")
     for name in ("num_attention_heads", "num_key_value_heads"):
         count = getattr(config, name)
         if count % size:
