@@ -29,7 +29,7 @@
 namespace medusa {
 
 // Raise it when the arguments or the meaning of an exported function change, also in medusa_kernels/_native.py.
-constexpr int kAbiVersion = 6;
+constexpr int kAbiVersion = 7;
 
 enum Status : int {
   kOk = 0,

@@ -16,7 +16,7 @@ from typing import Any, Literal
 Kind = Literal["cpu", "cuda"]
 
 # The same number as kAbiVersion in csrc/kv_compact.h.
-ABI_VERSION = 6
+ABI_VERSION = 7
 LIBRARY_FOLDER = Path(__file__).parent / "_lib"
 
 

@@ -102,7 +102,7 @@ def _check_sizes(index: int, layer: LayerWeights, first: LayerWeights, final_nor
     kv_width, inner = first.projections[1].weight.shape[0], first.projections[4].weight.shape[0]
     rows = (heads, kv_width, kv_width, width, inner, inner, width)
     columns = (width, width, width, heads, width, width, inner)
-    sizes = ((width,), (width,), ("D",), ("D",), (width,), (width,))
+    sizes: list[tuple[int | str, ...]] = [(width,), (width,), ("D",), ("D",), (width,), (width,)]
     for tensor, size in zip(layer.norms, sizes, strict=True):
         if tensor is not None:
             _checks.typed(f"layers[{index}]", tensor, size, final_norm.dtype, "final_norm", final_norm)

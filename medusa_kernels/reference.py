@@ -324,7 +324,7 @@ def layers_by(
         qkv = qkv.unflatten(2, (qkv.shape[2] // head_dim, head_dim))
         sizes = [qkv.shape[2] - 2 * kv_heads, kv_heads, kv_heads]
         q, k, v = qkv.split(sizes, dim=2)
-        if q_norm is not None and len(q_norm) == head_dim and len(k_norm) == head_dim:
+        if q_norm is not None and k_norm is not None and len(q_norm) == len(k_norm) == head_dim:
             # Both norms run over all heads, including v, whose result is unused: two launches and no copies.
             q, k = normed(qkv, q_norm).split(sizes, dim=2)[0], normed(qkv, k_norm).split(sizes, dim=2)[1]
         elif q_norm is not None:

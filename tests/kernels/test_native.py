@@ -182,7 +182,7 @@ def test_library_of_another_version_is_refused(empty_folder: Path, monkeypatch: 
     shutil.copy(built, empty_folder)
     monkeypatch.setattr(_native, "ABI_VERSION", _native.ABI_VERSION + 41)
     assert _native.cpu_library() is None
-    assert re.search(r"expected ABI version 47, got 6\b", _native.why_missing("cpu"))
+    assert re.search(r"expected ABI version 48, got 7\b", _native.why_missing("cpu"))
 
 
 def test_cuda_library_loads_without_a_device() -> None:
