@@ -187,7 +187,7 @@ def _attend_form(device, form, *, merges, pdl, early, slots=False, eight_bits=Fa
 
 
 def _rope_append(device: Device) -> Iterator[Specialisation]:
-    """Yield the usual head sizes in every dtype, and one form whose heads have strided elements."""
+    """Yield the usual head sizes in every dtype, and one form of each other kind."""
     dims = (64, 80, 96, 128, 256)
     cases: list[tuple[Any, ...]] = [
         (dtype, dim, 1, 1, False) for dtype in (torch.bfloat16, torch.float16, torch.float32) for dim in dims
@@ -196,19 +196,24 @@ def _rope_append(device: Device) -> Iterator[Specialisation]:
     cases += [(torch.float32, 128, 1, 1, True), (torch.bfloat16, 128, 2, 1, False)]
     cases += [(torch.bfloat16, 128, 1, 1, False, True)]
     cases += [(torch.bfloat16, 128, 1, parts, False, True, True) for parts in (1, 2)]
+    # Phi-4-mini rotates three quarters of a head; Gemma 3 has norms with an offset.
+    cases += [(torch.bfloat16, 128, 1, parts, False, False, int8, 96) for parts, int8 in ((1, False), (2, True))]
+    cases += [(torch.float32, 128, 1, 1, False, False, False, 96)]
+    cases += [(dtype, 256, 1, 1, True, False, False, 256, 1.0) for dtype in (torch.bfloat16, torch.float32)]
     names = rope_append._rope_append_kernel.arg_names
     for dtype, dim, last, parts, norm, *more in cases:
-        slots, eight_bits = (*more, False, False)[:2]
+        slots, eight_bits, rotated, offset = (*more, *(False, False, dim, None)[len(more) :])
         config, kind = rope_append.configuration(dtype, dim), TRITON_TYPES[dtype]
         yield specialise(
             f"rope_append {kind} D{dim}" + f" {parts} parts" * (parts > 1) + " norms" * norm + " strided" * (last != 1)
-            + " slots" * slots + " int8" * eight_bits,
+            + " slots" * slots + " int8" * eight_bits + f" R{rotated}" * (rotated < dim)
+            + ("" if offset is None else f" offset {offset}"),
             rope_append._rope_append_kernel,
             {"q k v": f"*{kind if parts == 1 else 'fp32'}", "cos sin q_norm k_norm out": f"*{kind}",
              "k_cache v_cache": "*i8" if eight_bits else f"*{kind}",
              "cache_lens depths slots": "*i32", "eps": "fp32"},
             dict.fromkeys((name for name in names if name.startswith("STRIDE_")), last)
-            | {"D": dim, "HALF": triton.next_power_of_2(dim // 2), "ROWS": config.rows}
+            | {"D": dim, "R": rotated, "OFFSET": offset, "HALF": triton.next_power_of_2(dim // 2), "ROWS": config.rows}
             | {"PARTS": parts, "HAS_NORM": norm, "HAS_SLOTS": slots, "PDL": has_programmatic(device)}
             | {"EARLY": has_programmatic(device), "EIGHT_BITS": eight_bits},
             config,

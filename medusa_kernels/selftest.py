@@ -99,6 +99,7 @@ def _rope_append(generator: torch.Generator) -> Iterator[Case]:
     yield (q, k, v, *rest), {}
     parts = torch.randn(3, 2, 5, 8, 64, generator=generator).split((4, 2, 2), 3)
     yield (*parts, *rest), norms
+    yield (q, k, v, cos[:, :48], sin[:, :48], *rest[2:]), norms | {"norm_offset": 1.0}
 
 
 def _heads_topk(generator: torch.Generator) -> Iterator[Case]:

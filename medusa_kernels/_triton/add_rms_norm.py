@@ -34,7 +34,7 @@ def weighted(b_normed, b_weight, OFFSET: tl.constexpr):
 
 @triton.jit
 def _normed(b_x, b_weight, size, eps, OFFSET: tl.constexpr):
-    """Return x / sqrt(mean(x^2) + eps), `weighted`: [BLOCK_H]."""
+    """Return x / sqrt(mean(x^2) + eps) times the weight, rounded as by `weighted`: [BLOCK_H]."""
     b_wide = b_x.to(tl.float32)
     square = tl.sum(b_wide * b_wide, 0)
     if b_x.dtype == tl.float32:

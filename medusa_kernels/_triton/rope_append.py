@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from medusa_kernels._triton import launch
+from medusa_kernels._triton.add_rms_norm import weighted
 from medusa_kernels._triton.programmatic import at_once, launch_options, programmatic
 from medusa_kernels._triton.rope_append_configs import configuration
 
@@ -51,20 +52,20 @@ def _load(p_in, m_in, stride_part, like, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _scaled(b_x, b_scale, b_weight, EXACT: tl.constexpr):
-    """Return x * scale, or exactly x / scale, and its product with the weight, each rounded to the dtype of x."""
+def _scaled(b_x, b_scale, b_weight, EXACT: tl.constexpr, OFFSET: tl.constexpr):
+    """Return x * scale, or exactly x / scale, times the weight, rounded as by `weighted`."""
     b_wide = b_x.to(tl.float32)
     b_normed = tl.div_rn(b_wide, tl.zeros_like(b_wide) + b_scale) if EXACT else b_wide * b_scale
-    return _product(b_normed.to(b_x.dtype), b_weight)
+    return weighted(b_normed, b_weight, OFFSET)
 
 
 @triton.jit
-def _normed(b_first, b_second, norm, o_d, size, eps):
+def _normed(b_first, b_second, norm, o_d, o_first, apart, size, eps, OFFSET: tl.constexpr):
     """Return both halves of each head divided by the root of its mean square, times the weight norm [D]."""
     m_d = o_d < size // 2
     # [1, HALF]
-    b_weight = tl.load(norm + o_d, mask=m_d, other=0.0)
-    b_weight_second = tl.load(norm + size // 2 + o_d, mask=m_d, other=0.0)
+    b_weight = tl.load(norm + o_first, mask=m_d, other=0.0)
+    b_weight_second = tl.load(norm + apart + o_first, mask=m_d, other=0.0)
     b_f, b_s = b_first.to(tl.float32), b_second.to(tl.float32)
     b_square = tl.sum(b_f * b_f + b_s * b_s, 1)[:, None]
     EXACT: tl.constexpr = b_first.dtype == tl.float32
@@ -72,7 +73,8 @@ def _normed(b_first, b_second, norm, o_d, size, eps):
         b_scale = tl.sqrt_rn(tl.div_rn(b_square, tl.zeros_like(b_square) + size) + eps)
     else:
         b_scale = tl.rsqrt(b_square / size + eps)
-    return _scaled(b_first, b_scale, b_weight, EXACT), _scaled(b_second, b_scale, b_weight_second, EXACT)
+    b_first = _scaled(b_first, b_scale, b_weight, EXACT, OFFSET)
+    return b_first, _scaled(b_second, b_scale, b_weight_second, EXACT, OFFSET)
 
 
 @triton.jit
@@ -99,18 +101,23 @@ def _store(p_out, half_out, b_first, b_second, m_out, o_d, D: tl.constexpr, EIGH
 
 @triton.jit
 def _rotate(
-    p_in, p_out, p_cos, p_sin, half_in, half_out, half_cos, half_sin, m_in, m_out, m_table, stride_part, norm, o_d, eps,
-    PARTS: tl.constexpr, HAS_NORM: tl.constexpr, D: tl.constexpr, EIGHT_BITS: tl.constexpr,
+    p_in, p_out, p_cos, p_sin, half_in, half_out, half_cos, half_sin, m_in, m_out, m_table, stride_part, norm, o_d,
+    o_first, apart, eps,
+    PARTS: tl.constexpr, HAS_NORM: tl.constexpr, OFFSET: tl.constexpr, D: tl.constexpr, R: tl.constexpr,
+    EIGHT_BITS: tl.constexpr,
 ):  # fmt: skip
-    """Store (x1 cos1 - x2 sin1, x2 cos2 + x1 sin2) for the halves x1, x2 of each head; every operation is rounded.
+    """Store (x1 cos1 - x2 sin1, x2 cos2 + x1 sin2) for halves x1, x2 of each head's first R numbers, and the others.
 
-    All pointers and masks are [ROWS, HALF]; half_* is the distance between the halves of a head.
+    Every operation is rounded. All pointers and masks are [ROWS, HALF]; half_* is the distance between the halves.
     """
     # The inputs come first, because the tables wait for the position. All loads: [ROWS, HALF]
     b_first = _load(p_in, m_in, stride_part, p_cos, PARTS)
     b_second = _load(p_in + half_in, m_in, stride_part, p_cos, PARTS)
     if HAS_NORM:
-        b_first, b_second = _normed(b_first, b_second, norm, o_d, D, eps)
+        b_first, b_second = _normed(b_first, b_second, norm, o_d, o_first, apart, D, eps, OFFSET)
+    if R < D:
+        m_kept = m_table & (o_d >= R // 2)
+        m_table &= o_d < R // 2
     b_cos_first = tl.load(p_cos, mask=m_table, other=float("nan"))
     b_cos_second = tl.load(p_cos + half_cos, mask=m_table, other=float("nan"))
     b_sin_first = tl.load(p_sin, mask=m_table, other=float("nan"))
@@ -118,6 +125,9 @@ def _rotate(
     b_negated = (-b_second.to(tl.float32)).to(b_second.dtype)
     b_out_first = _sum(_product(b_first, b_cos_first), _product(b_negated, b_sin_first))
     b_out_second = _sum(_product(b_second, b_cos_second), _product(b_first, b_sin_second))
+    if R < D:
+        b_out_first = tl.where(m_kept, b_first, b_out_first)
+        b_out_second = tl.where(m_kept, b_second, b_out_second)
     _store(p_out, half_out, b_out_first, b_out_second, m_out, o_d, D, EIGHT_BITS)
 
 
@@ -132,16 +142,18 @@ def _rope_append_kernel(
     STRIDE_Q_D: tl.constexpr, STRIDE_K_D: tl.constexpr, STRIDE_V_D: tl.constexpr,
     STRIDE_COS_D: tl.constexpr, STRIDE_SIN_D: tl.constexpr,
     STRIDE_K_CACHE_D: tl.constexpr, STRIDE_V_CACHE_D: tl.constexpr,
-    D: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr, HAS_NORM: tl.constexpr,
-    HAS_SLOTS: tl.constexpr, EIGHT_BITS: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
+    HAS_NORM: tl.constexpr, OFFSET: tl.constexpr, HAS_SLOTS: tl.constexpr,
+    EIGHT_BITS: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Compute x cos(p) + rotate_half(x) sin(p) for ROWS heads of q or k, or copy ROWS heads of v.
 
-    p = cache_lens[b] + depths[b, i] is the row of the tables cos, sin [B or 1, P, D]. q [B, N, Hq, D] goes to out; k
-    and v [B, N, Hkv, D] go to row cache_lens[b] + i of the caches [C, Hkv, S, D], of their sequence slots[b] if
-    HAS_SLOTS, else b. Each product and each sum is computed in fp32 and rounded to the dtype of the tables, as in
-    PyTorch. EIGHT_BITS: the caches [C, Hkv, S, D + 4] are int8, see `medusa_kernels.cache_rows`. Of PARTS, which have a
-    first axis, x is the sum. With norms q_norm and k_norm [D] x is first x / sqrt(mean(x^2) + eps) times the weight.
+    p = cache_lens[b] + depths[b, i] is the row of the tables cos, sin [B or 1, P, R]; what a head has after its first R
+    numbers is copied. q [B, N, Hq, D] goes to out; k and v [B, N, Hkv, D] go to row cache_lens[b] + i of the caches
+    [C, Hkv, S, D], of their sequence slots[b] if HAS_SLOTS, else b. Each product and each sum is computed in fp32 and
+    rounded to the dtype of the tables, as in PyTorch. EIGHT_BITS: the caches [C, Hkv, S, D + 4] are int8, see
+    `medusa_kernels.cache_rows`. Of PARTS, which have a first axis, x is the sum. With norms q_norm and k_norm [D] x is
+    first x / sqrt(mean(x^2) + eps) times the weight, rounded as by `weighted`.
     """
     if PDL:
         if EARLY:
@@ -181,25 +193,33 @@ def _rope_append_kernel(
         # [ROWS, 1]
         o_p = length + tl.load(depths + i_b * stride_depths_b + o_n * stride_depths_n, mask=m_n, other=0)
         m_table = m_in & (o_p >= 0) & (o_p < positions)
+        # [1, HALF]: the numbers of a first half, of R or of the others, and how far after them those of the second are.
+        o_first, apart = o_d, D // 2
+        if R < D:
+            o_first = o_d + tl.where(o_d < R // 2, 0, R // 2)
+            apart = tl.where(o_d < R // 2, R // 2, (D - R) // 2)
+            STEP: tl.constexpr = (R // 2 | D // 2) & -(R // 2 | D // 2)  # the largest power of two that divides both
+            o_first = tl.max_contiguous(tl.multiple_of(o_first, (1, STEP)), (1, STEP))
+            apart = tl.max_constancy(tl.multiple_of(apart, (1, STEP)), (1, STEP))
         p_cos = cos + i_b * stride_cos_b + o_p * stride_cos_p + o_d * STRIDE_COS_D
         p_sin = sin + i_b * stride_sin_b + o_p * stride_sin_p + o_d * STRIDE_SIN_D
-        half_cos, half_sin = D // 2 * STRIDE_COS_D, D // 2 * STRIDE_SIN_D
+        half_cos, half_sin = R // 2 * STRIDE_COS_D, R // 2 * STRIDE_SIN_D
         if is_q:
-            p_q = q + i_b * stride_q_b + o_n * stride_q_n + o_h * stride_q_h + o_d * STRIDE_Q_D
-            p_out = out + ((i_b * nodes + o_n) * heads + o_h) * D + o_d
-            half_q = D // 2 * STRIDE_Q_D
+            p_q = q + i_b * stride_q_b + o_n * stride_q_n + o_h * stride_q_h + o_first * STRIDE_Q_D
+            p_out = out + ((i_b * nodes + o_n) * heads + o_h) * D + o_first
+            half_q = apart * STRIDE_Q_D
             _rotate(
-                p_q, p_out, p_cos, p_sin, half_q, D // 2, half_cos, half_sin, m_in, m_in, m_table, stride_q_s, q_norm,
-                o_d, eps, PARTS, HAS_NORM, D, False,
+                p_q, p_out, p_cos, p_sin, half_q, apart, half_cos, half_sin, m_in, m_in, m_table, stride_q_s, q_norm,
+                o_d, o_first, apart, eps, PARTS, HAS_NORM, OFFSET, D, R, False,
             )  # fmt: skip
         else:
-            p_k = k + i_b * stride_k_b + o_n * stride_k_n + o_h * stride_k_h + o_d * STRIDE_K_D
+            p_k = k + i_b * stride_k_b + o_n * stride_k_n + o_h * stride_k_h + o_first * STRIDE_K_D
             p_k_cache = k_cache + slot * stride_k_cache_b + o_h * stride_k_cache_h + o_s * stride_k_cache_s
-            p_k_cache += o_d * STRIDE_K_CACHE_D
-            half_k, half_k_cache = D // 2 * STRIDE_K_D, D // 2 * STRIDE_K_CACHE_D
+            p_k_cache += o_first * STRIDE_K_CACHE_D
+            half_k, half_k_cache = apart * STRIDE_K_D, apart * STRIDE_K_CACHE_D
             _rotate(
                 p_k, p_k_cache, p_cos, p_sin, half_k, half_k_cache, half_cos, half_sin, m_in, m_out, m_table,
-                stride_k_s, k_norm, o_d, eps, PARTS, HAS_NORM, D, EIGHT_BITS,
+                stride_k_s, k_norm, o_d, o_first, apart, eps, PARTS, HAS_NORM, OFFSET, D, R, EIGHT_BITS,
             )  # fmt: skip
 
 
@@ -230,8 +250,8 @@ def rope_append(
             *k_cache.stride()[:3], *v_cache.stride()[:3], cache_lens.stride(0), *depth_strides,
             *(t.stride(0) if parts > 1 else 0 for t in (q, k, v)),
             *(t.stride(-1) for t in (q, k, v, cos, sin, k_cache, v_cache)),
-            head_dim, triton.next_power_of_2(head_dim // 2), config.rows, parts, q_norm is not None,
-            slots is not None, k_cache.dtype == torch.int8,
+            head_dim, cos.shape[-1], triton.next_power_of_2(head_dim // 2), config.rows, parts, q_norm is not None,
+            norm_offset, slots is not None, k_cache.dtype == torch.int8,
             pdl, pdl and at_once(launch.describe(q.device), tiles * batch, PER_MULTIPROCESSOR),
             num_warps=config.num_warps, num_stages=config.num_stages, **OPTIONS, **launch_options(pdl),
         )  # fmt: skip

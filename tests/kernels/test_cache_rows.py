@@ -30,12 +30,14 @@ def filled(*sizes: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("dim", [24, 64])
-def test_appended_rows_are_those_of_a_wide_cache_in_8_bits(device: str, dtype: torch.dtype, dim: int) -> None:
+@pytest.mark.parametrize(("dim", "rotated"), [(24, 24), (64, 64), (64, 48)])
+def test_appended_rows_are_those_of_a_wide_cache_in_8_bits(
+    device: str, dtype: torch.dtype, dim: int, rotated: int
+) -> None:
     """Every other row keeps its bytes, and slots name the sequences. The row of a NaN has NaN for a scale."""
     nodes, lens = 5, [7, 3]
     q, k, v = (torch.randn(2, nodes, heads, dim).to(device, dtype) for heads in (4, 2, 2))
-    cos, sin = torch.randn(2, 16, dim).to(device, dtype)
+    cos, sin = torch.randn(2, 16, rotated).to(device, dtype)
     k[1, 2] = 0
     k[0, 3, 1, 0] = math.nan
     cache = filled(2, 3, 2, 14, dim).to(device)

@@ -12,7 +12,9 @@ from budget import assert_within_twice
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
+from transformers.models.phi3 import modeling_phi3
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from medusa_kernels import reference, rope_append
@@ -29,6 +31,7 @@ def make(
     heads: int = 4,
     kv_heads: int = 2,
     dim: int = 8,
+    rotated: int | None = None,
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     own_tables: bool = False,
@@ -37,7 +40,7 @@ def make(
     """Random inputs; the caches start as NaN, and the tables end where the last position does."""
     batch, longest = len(lens), max(lens)
     depths = torch.randint(0, nodes, (batch, nodes) if own_depths else (nodes,), dtype=torch.int32)
-    angles = torch.rand((batch,) * own_tables + (longest + nodes, dim // 2)) * 6.28
+    angles = torch.rand((batch,) * own_tables + (longest + nodes, (rotated or dim) // 2)) * 6.28
     angles = torch.cat((angles, angles), -1)
     block = torch.full((2, batch, kv_heads, longest + nodes + 1, dim), math.nan)
     case = {
@@ -64,6 +67,7 @@ def expected(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     """Rotated q, and the two caches, made one batch row and one node at a time."""
     q, k, v = case["q"], case["k"], case["v"]
     batch, nodes = q.shape[:2]
+    rotate = apply_rotary_pos_emb if case["cos"].shape[-1] == q.shape[-1] else modeling_phi3.apply_rotary_pos_emb
     out, keys, values = torch.empty_like(q), case["k_cache"].clone(), case["v_cache"].clone()
     for b in range(batch):
         length = int(case["cache_lens"][b])
@@ -72,7 +76,7 @@ def expected(case: Case) -> tuple[Tensor, Tensor, Tensor]:
         for i in range(nodes):
             position = slice(length + int(depths[i]), length + int(depths[i]) + 1)
             of_node = (q[b, i][None, :, None], k[b, i][None, :, None], cos[None, position], sin[None, position])
-            rotated_q, rotated_k = apply_rotary_pos_emb(*of_node)
+            rotated_q, rotated_k = rotate(*of_node)
             out[b, i] = rotated_q[0, :, 0]
             keys[b, :, length + i] = rotated_k[0, :, 0]
             values[b, :, length + i] = v[b, i]
@@ -92,12 +96,14 @@ def assert_equal(case: Case, wanted: tuple[Tensor, Tensor, Tensor], got: Tensor)
 def test_bit_equal_to_transformers(device: str, dtype: torch.dtype, data: st.DataObject) -> None:
     torch.manual_seed(data.draw(st.integers(0, 2**16), label="seed"))
     kv_heads = data.draw(st.integers(1, 2), label="kv_heads")
+    dim = data.draw(st.sampled_from([2, 6, 16]), label="dim")
     case = make(
         data.draw(st.integers(1, 6), label="nodes"),
         data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=3), label="lens"),
         heads=kv_heads * data.draw(st.integers(1, 3), label="groups"),
         kv_heads=kv_heads,
-        dim=data.draw(st.sampled_from([2, 6, 16]), label="dim"),
+        dim=dim,
+        rotated=data.draw(st.sampled_from([dim, 2, (dim + 2) // 4 * 2]), label="rotated"),
         own_tables=data.draw(st.booleans(), label="own_tables"),
         own_depths=data.draw(st.booleans(), label="own_depths"),
         dtype=dtype,
@@ -113,18 +119,19 @@ def test_bit_equal_to_transformers(device: str, dtype: torch.dtype, data: st.Dat
 @pytest.mark.parametrize("own_tables", [False, True])
 @pytest.mark.parametrize("own_depths", [False, True])
 def test_reference_is_bit_equal_to_transformers(device: str, own_tables: bool, own_depths: bool) -> None:
-    case = make(5, [0, 7, 3], own_tables=own_tables, own_depths=own_depths, device=device)
-    wanted = expected(case)
-    assert_equal(case, wanted, reference.rope_append(*(case[name] for name in ORDER)))
+    for rotated in (8, 2):
+        case = make(5, [0, 7, 3], rotated=rotated, own_tables=own_tables, own_depths=own_depths, device=device)
+        wanted = expected(case)
+        assert_equal(case, wanted, reference.rope_append(*(case[name] for name in ORDER)))
 
 
 @pytest.mark.parametrize("dtype", modes.DTYPES, ids=str)
 @pytest.mark.parametrize("parts", [1, 4])
 def test_parts_are_added_in_order_and_rounded_once(device: str, parts: int, dtype: torch.dtype) -> None:
     """As q, k and v of one divided projection, whose sums are rounded to the dtype of the tables."""
-    for nodes, lens in ((1, [3]), (17, [4, 2])):
-        case = make(nodes, lens, dim=64, dtype=dtype, device=device)
-        divided = torch.randn(parts, len(lens), nodes, 8, 64, device=device)
+    for nodes, lens, dim, rotated in ((1, [3], 64, 64), (17, [4, 2], 64, 64), (17, [4, 2], 128, 96)):
+        case = make(nodes, lens, dim=dim, rotated=rotated, dtype=dtype, device=device)
+        divided = torch.randn(parts, len(lens), nodes, 8, dim, device=device)
         total = divided[0]
         for part in divided[1:]:
             total = total + part
@@ -136,11 +143,14 @@ def test_parts_are_added_in_order_and_rounded_once(device: str, parts: int, dtyp
 
 
 @pytest.mark.parametrize("dtype", modes.DTYPES, ids=str)
-@pytest.mark.parametrize(("dim", "parts"), [(8, 0), (80, 0), (128, 3)])
-def test_heads_are_normed_like_qwen3(device: str, dim: int, parts: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dim", "rotated", "parts"), [(8, 8, 0), (80, 80, 0), (128, 128, 3), (80, 32, 3)])
+@pytest.mark.parametrize("offset", [None, 1.0])
+def test_heads_are_normed_like_qwen3_and_gemma3(
+    device: str, offset: float | None, dim: int, rotated: int, parts: int, dtype: torch.dtype
+) -> None:
     """Against transformers' norm in fp64, with twice the error of the same in the dtype of the case."""
     nodes, lens, eps = 9, [5, 0], 1e-6
-    case = make(nodes, lens, dim=dim, dtype=dtype, device=device)
+    case = make(nodes, lens, dim=dim, rotated=rotated, dtype=dtype, device=device)
     norms = {name: (1 + torch.randn(dim) / 4).to(device, dtype) for name in ("q_norm", "k_norm")}
     given_case = dict(case)
     if parts:
@@ -151,13 +161,15 @@ def test_heads_are_normed_like_qwen3(device: str, dim: int, parts: int, dtype: t
     def normed(kind: torch.dtype) -> tuple[Tensor, Tensor]:
         wide = {name: t.to(kind) if t.is_floating_point() else t for name, t in case.items()}
         for name, norm in norms.items():
-            layer = Qwen3RMSNorm(dim, eps)
+            x, layer = wide[name[0]], (Qwen3RMSNorm if offset is None else Gemma3RMSNorm)(dim, eps)
             layer.weight = torch.nn.Parameter(norm.to(kind), requires_grad=False)
-            wide[name[0]] = in_fp64(layer, wide[name[0]]) if kind == torch.float64 else layer(wide[name[0]])
+            # The norms themselves compute in fp32.
+            exact = ((offset or 0) + layer.weight) * x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+            wide[name[0]] = exact if kind == torch.float64 else layer(x)
         out, keys, _ = expected(wide)
         return out, keys
 
-    got = rope_append(*(given_case[name] for name in ORDER), **norms, eps=eps)
+    got = rope_append(*(given_case[name] for name in ORDER), **norms, eps=eps, norm_offset=offset)
     rows = [slice(length, length + nodes) for length in lens]
     for mine, plain, exact in zip((got, case["k_cache"]), normed(dtype), normed(torch.float64), strict=True):
         for b, row in enumerate(rows):
@@ -165,11 +177,6 @@ def test_heads_are_normed_like_qwen3(device: str, dim: int, parts: int, dtype: t
             assert_within_twice(mine[b][part], plain[b][part], exact[b][part])
     for b, row in enumerate(rows):
         assert torch.equal(case["v_cache"][b, :, row], case["v"][b].transpose(0, 1))
-
-
-def in_fp64(layer: Qwen3RMSNorm, x: Tensor) -> Tensor:
-    """The norm itself computes in fp32."""
-    return layer.weight * x / (x.square().mean(-1, keepdim=True) + layer.variance_epsilon).sqrt()
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(28, 4), (3, 3), (40, 8)])
@@ -232,12 +239,13 @@ def test_slots_outside_the_cache_are_not_written(device: str, slots: list[int]) 
 
 
 @pytest.mark.parametrize("lens", [[7, 6], [-1, 12], [2**31 - 1, -(2**31)]])
-def test_rows_outside_the_cache_are_not_written(device: str, lens: list[int]) -> None:
+@pytest.mark.parametrize("rotated", [8, 2])
+def test_rows_outside_the_cache_are_not_written(device: str, rotated: int, lens: list[int]) -> None:
     """A kernel cannot refuse them: it must not change memory around the cache, nor read beyond a table."""
     if device == "cpu" and not interpreted():
         pytest.skip("the CPU implementation refuses them, see test_bad_arguments_are_refused")
     nodes, rows = 3, 8
-    case = make(nodes, [rows - nodes, 0], device=device)
+    case = make(nodes, [rows - nodes, 0], rotated=rotated, device=device)
     case["cache_lens"] = torch.tensor(lens, dtype=torch.int32, device=device)
     case["depths"] = torch.arange(nodes, dtype=torch.int32, device=device)
     memory = torch.full((2, 2, 4, rows + 4, 8), 7.0, device=device)
@@ -246,7 +254,8 @@ def test_rows_outside_the_cache_are_not_written(device: str, lens: list[int]) ->
     positions = case["cos"].shape[0]
     for b, length in enumerate(lens):
         for i in range(nodes):
-            assert got[b, i].isnan().all() == (not 0 <= length + i < positions)
+            outside = not 0 <= length + i < positions
+            assert torch.equal(got[b, i].isnan(), torch.full_like(got[b, i], outside, dtype=torch.bool))
         kept = [r for r in range(rows) if not length <= r < length + nodes]
         assert (inner[:, b, :, kept] == 7).all()
         written = [r for r in range(rows) if length <= r < length + nodes]
@@ -276,6 +285,8 @@ BAD = {
     "q-odd": ({"q": torch.zeros(2, 3, 4, 7)}, "q: expected an even head size, got 7"),
     "k-nodes": ({"k": torch.zeros(2, 4, 2, 8)}, "k: expected shape"),
     "cos-batch": ({"cos": torch.zeros(1, 9, 8)}, "cos: expected shape"),
+    "cos-odd": ({"cos": torch.zeros(9, 5)}, "cos: expected an even number of columns up to the head size 8, got 5"),
+    "cos-wide": ({"cos": torch.zeros(9, 10)}, "cos: expected an even number of columns up to the head size 8, got 10"),
     "sin-rows": ({"sin": torch.zeros(8, 8)}, "sin: expected shape"),
     "v_cache-dtype": ({"v_cache": torch.zeros(2, 2, 9, 8).half()}, "v_cache: expected dtype"),
     "cache_lens-dtype": ({"cache_lens": torch.zeros(2, dtype=torch.int64)}, "cache_lens: expected dtype int32"),
