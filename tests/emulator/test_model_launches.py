@@ -246,7 +246,8 @@ def check_any(op, before, after, got):
     results = [[] if r is None else [r] if isinstance(r, torch.Tensor) else list(r) for r in (got, *results)]
     if op == "decode_linear" and before.get("parts", 1) > 1:  # where a part ends is the kernel's business
         results = [[r.sum(0)] for (r,) in results]
-        largest = max((exact["x"].abs() @ weight.abs().T).max().item() for weight in exact["weights"])
+        # The emulator adds products one after another, so that more is rounded than in PyTorch's sums of blocks.
+        largest = 2 * max((exact["x"].abs() @ weight.abs().T).max().item() for weight in exact["weights"])
     same(*results, largest)
     changed = [n for n, v in before.items() if isinstance(v, torch.Tensor) and not same_bits(v, plain[n])]
     same(*([arguments[n] for n in changed] for arguments in (after, plain, exact)))
