@@ -163,7 +163,9 @@ def test_longrope_within_the_trained_length_and_beyond_it():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize(("family", "said"), [("phi3", "weights in int8"), ("gemma2", "weights in int8")])
+@pytest.mark.parametrize(
+    ("family", "said"), [("phi3", "weights in int8"), ("gemma2", "weights in int8"), ("mixtral", "experts as modules")]
+)
 def test_quantised_modules_write_the_same_text(family, said):
     """Joint projections are divided by rows, with their scales; or the library's own modules are called."""
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
