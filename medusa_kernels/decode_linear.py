@@ -41,6 +41,8 @@ def decode_linear(
 ) -> Tensor:
     """Return `x W^T + b` for each weight side by side; gated, `SiLU(x Wg^T + bg) * (x Wu^T + bu)` (Shazeer 2020).
 
+    Gemma's gate has GELU in the place of SiLU, and Granite multiplies the products: see `activation` and `factor`.
+
     Args:
         x: `[..., K]`, fp16, bf16 or fp32; any strides.
         weights: 1 to 3 matrices `[N_i, K]`, dtype of x, or with scales in 8 or 4 bits as `medusa_kernels.quantised`
@@ -63,13 +65,13 @@ def decode_linear(
 
     Returns:
         `[..., sum of N_i]` in the order of the weights (gated: `[..., N]`), dtype of x, a new contiguous tensor.
-        Products are accumulated in fp32; bias, gate and residual are applied in fp32, and the result is rounded once.
-        With several parts fp32 `[parts, ..., sum of N_i]`, not rounded: their sum is the product, biases are in the
-        first. The PyTorch implementation rounds after each of these steps (parts it does not round). It serves more
-        than 64 rows on a GPU and 256 on a CPU, when the product is no longer bound by reading the weights, and what the
-        others lack: fp16 on a CPU. Numbers times scales may be rounded to the dtype of x before they are multiplied; of
-        float8_e4m3fn the Triton kernel takes NaN for 480. With the C++ implementation (a CPU's), a row's result does
-        not depend on the rows beside it.
+        Products are accumulated in fp32; bias, factor, gate and residual are applied in fp32, and the result is rounded
+        once. With several parts fp32 `[parts, ..., sum of N_i]`, not rounded: their sum is the product times the
+        factor, biases are in the first. The PyTorch implementation rounds after each of these steps (parts it does not
+        round). It serves more than 64 rows on a GPU and 256 on a CPU, when the product is no longer bound by reading
+        the weights, and what the others lack: fp16 on a CPU. Numbers times scales may be rounded to the dtype of x
+        before they are multiplied; of float8_e4m3fn the Triton kernel takes NaN for 480. With the C++ implementation (a
+        CPU's), a row's result does not depend on the rows beside it.
 
     Raises:
         ValueError: an argument has a wrong shape, dtype, device, layout or number.

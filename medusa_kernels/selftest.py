@@ -122,6 +122,7 @@ def _tree_verify(generator: torch.Generator) -> Iterator[Case]:
     codes = torch.randint(256, (500, 32), generator=generator, dtype=torch.uint8)
     scale, zero = (1 + torch.rand(500, 2, generator=generator)) / 9, codes[:, :2] & 15
     yield (hidden, codes, tokens), {"weight_scale": scale, "weight_zero": zero.contiguous()}
+    yield (hidden, weight, tokens), {"divisor": 2.0, "softcap": 5.0}
 
 
 def _kv_compact(generator: torch.Generator) -> Iterator[Case]:
@@ -134,7 +135,8 @@ def _decode_linear(generator: torch.Generator) -> Iterator[Case]:
     weights = [torch.randn(rows, 96, generator=generator) / 10 for rows in (70, 33, 70)]
     yield (x, weights, [bias, None, None]), {}
     yield (x, weights[::2]), {"gate": True}
-    yield (x, weights[1:2]), {"residual": torch.randn(5, 33, generator=generator)}
+    yield (x, weights[::2]), {"gate": True, "activation": "gelu_tanh"}
+    yield (x, weights[1:2]), {"residual": torch.randn(5, 33, generator=generator), "factor": 0.5}
     yield (x, weights, [bias, None, None]), {"parts": 2}
     codes = torch.randint(256, (70, 48), generator=generator, dtype=torch.uint8)
     scales = [torch.rand(70, 3, generator=generator) / 10]
@@ -157,7 +159,9 @@ def _decoder_layers(generator: torch.Generator) -> Iterator[Case]:
     cos, sin = torch.randn(2, 40, 16, generator=generator)
     cache = torch.randn(2, 2, 2, 2, 30, 16, generator=generator)
     inputs = torch.randn(2, 5, 48, generator=generator), weights, forms, cache, cos, sin, _integers(20, 3)
-    yield (*inputs, *tree), {"windows": [0, 6], "eps": 1e-6, "scale": 0.25}
+    options = {"windows": [0, 6], "eps": 1e-6, "scale": 0.25}
+    yield (*inputs, *tree), options
+    yield (*inputs, *tree), options | {"norm_offset": 1.0, "activation": "gelu_tanh", "factor": 0.5, "softcap": 1.0}
 
 
 def _add_rms_norm(generator: torch.Generator) -> Iterator[Case]:

@@ -152,12 +152,14 @@ MEDUSA_INLINE F gelu_tanh(F x) {
 // cap tanh(x / cap), to a few units in the last place; NaN for NaN.
 MEDUSA_INLINE F capped(F x, float cap) {
   const F y = x / cap, size = y < 0.0f ? -y : y, square = y * y;
-  F series = all(62.0f / 2835.0f);  // Taylor's, which is more exact near zero
-  series = series * square - 17.0f / 315.0f;
-  series = series * square + 2.0f / 15.0f;
-  series = series * square - 1.0f / 3.0f;
+  F series = all(2.373515162616968e-3f);  // near zero: the polynomial of `tanh` in tree_attention_kernels.py
+  series = series * square - 8.412553928792477e-3f;
+  series = series * square + 2.1789107471704483e-2f;
+  series = series * square - 5.3961653262376785e-2f;
+  series = series * square + 0.13333313167095184f;
+  series = series * square - 0.3333333432674408f;
   const F near = series * square * y + y, far = 1.0f - 2.0f / (exponential(size * 2.0f) + 1.0f);
-  return (size < 0.25f ? near : y < 0.0f ? -far : far) * cap;
+  return (size < 0.6f ? near : y < 0.0f ? -far : far) * cap;
 }
 
 // A bfloat16 is the upper half of a float; rounds to nearest even.

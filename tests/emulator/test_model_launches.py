@@ -283,7 +283,8 @@ def check_verified(before, after, got):
     hidden, weight, temperature = before["hidden"], before["weight"], before.get("temperature", 0.0) or 1.0
     exact, options = hidden.float() @ weight.float().T, (before.get("divisor", 1.0), before.get("softcap"))
     exact, plain = (
-        reference.scaled_logits(logits.float(), *options) / temperature for logits in (exact, exact.to(hidden.dtype))
+        reference.scaled_logits(logits.float().clone(), *options) / temperature
+        for logits in (exact, exact.to(hidden.dtype))
     )
     error, scores = 2 * (plain - exact).abs().max(), exact
     if before.get("noise") is not None:

@@ -406,6 +406,13 @@ BAD = {
     "ancestors-shape": ({"ancestors": torch.zeros(5, 2).long()}, r"ancestors: expected shape \[5, 1\]"),
     "windows": ({"windows": [0]}, "windows: expected 2, one per layer, got 1"),
     "weights": ({"weights": [torch.zeros(40)]}, "weights: expected 19 tensors, as forms has, got 1"),
+    "activation": ({"activation": "relu"}, "activation: expected silu or gelu_tanh, got relu"),
+    "softcap": ({"softcap": 0.0}, "softcap: expected a positive number or None, got 0.0"),
+    "cos-odd": ({"cos": torch.zeros(12, 5), "sin": torch.zeros(12, 5)}, "cos: expected an even number of columns"),
+    "tables": (
+        {"cos": torch.zeros(2, 12, 16), "sin": torch.zeros(2, 12, 16), "tables": [0, 2]},
+        r"tables: expected 2 numbers below 2, one per layer, got \[0, 2\]",
+    ),
 }
 
 

@@ -147,7 +147,7 @@ def test_build_without_nvcc_says_so_once(checkout: Path) -> None:
     facts = json.loads((library_folder(checkout) / "build.json").read_text())
     assert facts["cuda"] == {"built": False, "why": why}
     assert facts["cpu"]["isas"][0] == "base"
-    assert ctypes.CDLL(str(library_folder(checkout) / "libmedusa_cpu.so")).medusa_abi_version() == 6
+    assert ctypes.CDLL(str(library_folder(checkout) / "libmedusa_cpu.so")).medusa_abi_version() == 7
 
 
 def isas_of(folder: Path) -> dict[str, int]:
@@ -243,4 +243,4 @@ def test_cuda_build_records_its_targets(checkout: Path, setup_script: ModuleType
     facts = json.loads((library_folder(checkout) / "build.json").read_text())["cuda"]
     assert facts["built"] is True
     assert facts["archs"] == ["80+PTX"]
-    assert ctypes.CDLL(str(library_folder(checkout) / "libmedusa_cuda.so")).medusa_abi_version() == 6
+    assert ctypes.CDLL(str(library_folder(checkout) / "libmedusa_cuda.so")).medusa_abi_version() == 7

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from medusa_decoding.linears.reading import projection
+from medusa_decoding.linears.reading import is_hooked, projection
 from medusa_kernels import Projection
 from medusa_kernels.reference import scaled_logits
 
@@ -27,7 +27,9 @@ class ScaledLogits(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Project hidden states [.., H] to logits [.., V]."""
-        return scaled_logits(self.lm_head(hidden), self.divisor, self.softcap)
+        logits = self.lm_head(hidden)
+        # `scaled_logits` may write to them, and a hook may have kept them.
+        return scaled_logits(logits.clone() if is_hooked(self.lm_head) else logits, self.divisor, self.softcap)
 
 
 def logits_projection(lm_head: nn.Module | None) -> tuple[Projection | None, float, float | None]:
