@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from medusa_kernels import _checks, cache_rows, reference
 from medusa_kernels._last_result import LastResult
-from medusa_kernels._registry import interpreted, register, triton_or
+from medusa_kernels._registry import register, triton_or
 
 MAX_NODES = 256
 
@@ -96,13 +96,12 @@ def tree_attention(
     )  # fmt: skip
 
 
-def attention_counters(batch: int, heads: int, device: torch.device) -> Tensor | None:
+def attention_counters(batch: int, heads: int, device: torch.device) -> Tensor:
     """Return counters for `tree_attention` with up to 256 nodes: int32 zeros `[B, Hq * 16]`.
 
-    Those of neighbouring batch rows are counters for these rows. On a CPU they are of no use, and the result is None.
+    Those of neighbouring batch rows are counters for these rows. On a CPU nothing reads them, but torch.compile's
+    Inductor cannot compile the op without them there (PyTorch 2.13).
     """
-    if device.type == "cpu" and not interpreted():
-        return None
     return torch.zeros(batch, _most_tiles(MAX_NODES, heads), dtype=torch.int32, device=device)
 
 

@@ -284,6 +284,17 @@ class MedusaHeads(nn.Module):
             logits = logits + torch.bmm(tokens[self.parent_rows(parents.t())], mix) @ candidates.t()
         return logits.transpose(0, 1)
 
+    def stored_logits(self, lm_head: nn.Module | None) -> int:
+        """Return how many logits `propose` stores for each sequence: all heads' if it calls a module, else 0."""
+        return 0 if self._projected(lm_head)[0] else self.num_heads * self.vocab_size
+
+    def _projected(self, lm_head: nn.Module | None) -> tuple[Projection | None, float]:
+        """Return what `heads_topk` projects with, or None (call the module), and what its logits are divided by."""
+        if self.w2 is not None:
+            return Projection(self.w2, scale=self.w2_scale), 1.0
+        projected, divisor, softcap = logits_projection(lm_head)
+        return (projected if softcap is None else None), divisor
+
     def propose(
         self,
         hidden: torch.Tensor,
@@ -308,9 +319,7 @@ class MedusaHeads(nn.Module):
             noise: fp32 [B, at least K, V], added to the logits of head j and token t: noise[:, j, t]. With the numbers
                 that sampling adds at the same place, tokens are ranked by how likely they are to be drawn there.
         """
-        own = None if self.w2 is None else Projection(self.w2, scale=self.w2_scale)
-        shared, divisor, softcap = (None, 1.0, None) if own else logits_projection(lm_head)
-        projected = own or (shared if softcap is None else None)
+        projected, divisor = self._projected(lm_head)
         if projected is None:
             logits = self.forward(hidden, lm_head, root_embedding=root_embedding).float() / temperature
             if noise is not None:

@@ -181,6 +181,15 @@ def test_quantised_modules_write_the_same_text(family, said):
     assert output.sequences[:, ids.shape[1] :].tolist() == expected
 
 
+@pytest.mark.parametrize(("family", "setting"), [("gemma2", "attn_logit_softcapping"), ("smollm3", "use_rope")])
+def test_settings_that_change_while_wrapped_are_refused(family, setting):
+    model = tiny(family)
+    with MedusaModel(model, heads_for(model)) as medusa:
+        setattr(model.model.layers[1].self_attn.original, setting, 1.0)
+        with pytest.raises(ValueError, match=r"layer 1: expected the (softcap of scores|rotary table) as swapped"):
+            medusa.generate(torch.tensor([[1, 2]]), max_new_tokens=3)
+
+
 def test_a_window_that_contradicts_the_type_of_its_layer_is_refused():
     """transformers masks by `layer_types`, and SmolLM3's attention has no window with `use_sliding_window=False`."""
     with pytest.raises(ValueError, match=r"layer 0: expected a window where .* got a layer of type sliding_attention"):

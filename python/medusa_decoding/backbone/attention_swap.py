@@ -50,6 +50,7 @@ class TreeAttention(nn.Module):
         original: the module.
         family: what its family does otherwise than Llama.
         users: how many swaps have it.
+        settings: the next three, as they were when it was swapped.
         window: its sliding window in positions, or None.
         table: which of the cache's rotary tables it has, None if there is one for all.
         softcap: what its scores are capped by, or None.
@@ -68,9 +69,8 @@ class TreeAttention(nn.Module):
         family = family_of(original)
         assert family is not None, "check_layers comes before"
         self.family: Family = family
-        self.window = family.window_of(original)
-        self.table = family.table_of(original)
-        self.softcap: float | None = None if family.softcap is None else getattr(original, family.softcap)
+        self.settings = family.settings_of(original)
+        self.window, self.table, self.softcap = self.settings.values()
 
     def __getattr__(self, name: str) -> Any:
         """Get attributes that this class does not define (layer_type, is_causal, ..) from the original."""
@@ -215,12 +215,12 @@ class AttentionSwap(contextlib.AbstractContextManager["AttentionSwap"]):
                     f"layer {index}: expected the attention as swapped, got {type(layer.self_attn).__name__} in its "
                     "place; undo, then swap again"
                 )
-            window = swapped.family.window_of(swapped.original)
-            if window != swapped.window:
-                raise ValueError(
-                    f"layer {index}: expected the sliding window as swapped, {swapped.window}, got {window}; undo, "
-                    "then swap again"
-                )
+            for name, now in swapped.family.settings_of(swapped.original).items():
+                if now != swapped.settings[name]:
+                    raise ValueError(
+                        f"layer {index}: expected the {name} as swapped, {swapped.settings[name]}, got {now}; undo, "
+                        "then swap again"
+                    )
 
     def suspend(self) -> None:
         """Put the original modules back until `resume`; a second call does nothing."""
@@ -283,7 +283,7 @@ def _swap(layer: Any, before: TreeAttention | None) -> Any:
     """Swap a layer's attention if it is not swapped yet, count one more user, and return the layer."""
     if not isinstance(layer.self_attn, TreeAttention):
         original = layer.self_attn
-        if before is None or before.original is not original or before.window != before.family.window_of(original):
+        if before is None or before.original is not original or before.settings != before.family.settings_of(original):
             before = TreeAttention(original)
         before.training = original.training
         layer.self_attn = before

@@ -160,6 +160,8 @@ class Backbone:
                 fused_layers.refresh_adapters(self.decoder)
             if fuse and fused_layers.has_experts(self.decoder):
                 how = "fused, experts as modules"
+                if on_cpu and self.dtype != torch.float32:  # slower, or as fast (measured)
+                    fuse, why_not = False, "experts in 16 bits on a CPU"
             elif fuse and on_cpu and apart is None:
                 why_not = fused_layers.native_limit(self.decoder)
                 native = fused_layers.NativeLayers(self.decoder) if why_not is None else None

@@ -108,6 +108,12 @@ class Family:
             return 0 if getattr(attention, self.rotated) else 1
         return names.index(attention.config.layer_types[attention.layer_idx])
 
+    def settings_of(self, attention: Any) -> dict[str, Any]:
+        """Return an attention's window, rotary table and softcap, which must not change while it is swapped."""
+        softcap = None if self.softcap is None else getattr(attention, self.softcap)
+        table = self.table_of(attention)
+        return {"sliding window": self.window_of(attention), "rotary table": table, "softcap of scores": softcap}
+
     def logits(self, lm_head: nn.Module, config: Any) -> nn.Module:
         """Return what makes logits of hidden states: `lm_head`, and what the family does to its result."""
         divisor, cap = (_value(config, name) for name in (self.logits_divisor, self.logits_cap))

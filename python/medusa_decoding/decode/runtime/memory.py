@@ -38,6 +38,7 @@ class Sizes:
         spare: cache rows that a step needs after a row's last token.
         logits: whether steps make the logits of all nodes (filters, processors). On a CPU other steps may, too.
         noise: rows of random numbers that a step makes for each sequence, one number per token; 0 if nothing is drawn.
+        drafted: logits of the heads that a step stores for each sequence, see `MedusaHeads.stored_logits`.
         row_trees: whether every row has its own tree (a dynamic one), and so, on a CPU, its own mask.
     """
 
@@ -47,12 +48,14 @@ class Sizes:
     spare: int = 0
     logits: bool = False
     noise: int = 0
+    drafted: int = 0
     row_trees: bool = False
 
     @classmethod
     def for_trees(
-        cls, prompt_lengths: list[int], budget: int, trees: Sequence[Tree], logits: bool = False, noise: int = 0
-    ) -> Sizes:
+        cls, prompt_lengths: list[int], budget: int, trees: Sequence[Tree], logits: bool = False, noise: int = 0,
+        drafted: int = 0,
+    ) -> Sizes:  # fmt: skip
         """Return the sizes of a generation whose steps verify some of these trees."""
         return cls(
             prompt_lengths,
@@ -62,6 +65,7 @@ class Sizes:
             spare=max(tree.num_nodes + tree.depth for tree in trees),
             logits=logits,
             noise=noise,
+            drafted=drafted,
             row_trees=any(tree.keep is not None for tree in trees),
         )
 
@@ -166,6 +170,7 @@ def _step(backbone: Backbone, sizes: Sizes, capacity: int, item: int) -> int:
     stored = sizes.logits or (on_cpu and _verifies_by_logits(backbone, batch * nodes))
     added = 4 if sizes.logits else 8 if sizes.noise else 0
     wide = batch * nodes * backbone.vocab_size * (item + 4 * (item < 4) + added if stored else 0)
+    wide = max(wide, batch * sizes.drafted * (item + 8))  # and in fp32, over the temperature
     noise = batch * sizes.noise * backbone.vocab_size * 4
     if not on_cpu or nodes == 1:
         return max(_pass(backbone, batch * nodes, item), wide) + noise

@@ -70,7 +70,8 @@ class Runner:
         lengths, budget = [len(prompt) for prompt in prompts], max(limits.budgets)
         # Some requests and models have no fused form, and make all logits after all.
         fused = limits.min_new_tensor is None and logits_projection(steps.backbone.lm_head)[0] is not None
-        self.sizes = Sizes.for_trees(lengths, budget, policy.trees, selector.makes_logits or not fused, drawn)
+        drafted = 0 if steps.heads is None else steps.heads.stored_logits(steps.backbone.lm_head)
+        self.sizes = Sizes.for_trees(lengths, budget, policy.trees, selector.makes_logits or not fused, drawn, drafted)
         self.state: DecodeState | None = None
         self.reused = 0
         self.trees: list[Tree] = []
