@@ -160,7 +160,7 @@ class Backbone:
                 fused_layers.refresh_adapters(self.decoder)
             if fuse and fused_layers.has_experts(self.decoder):
                 how = "fused, experts as modules"
-                if on_cpu and self.dtype != torch.float32:  # slower, or as fast (measured)
+                if on_cpu and self.dtype != torch.float32:  # in a trial no faster so than as modules
                     fuse, why_not = False, "experts in 16 bits on a CPU"
             elif fuse and on_cpu and apart is None:
                 why_not = fused_layers.native_limit(self.decoder)
