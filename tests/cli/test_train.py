@@ -202,13 +202,16 @@ def test_recipes_can_be_read(file):
     assert len(config.warnings()) == paper
 
 
-@pytest.mark.parametrize("family", ["smollm3", "gemma2"])
+@pytest.mark.parametrize("family", workshop.FAMILIES)
 def test_a_first_config_of_another_family_trains_heads_that_generate(tmp_path, monkeypatch, capsys, family):
+    """And that are exported for vLLM, which reads neither the root's nor the parents' term."""
     monkeypatch.chdir(tmp_path)
     base, data = workshop.make_base(tmp_path / "base", family=family), workshop.make_data(tmp_path / "data.jsonl")
     assert main(["train", "--init", str(base), str(data), "--recipe", "given-answers", "--out", "first.yaml"]) == 0
-    assert main(["train", "--config", "first.yaml", "--set", "optimisation.epochs=0.5"]) == 0
+    changes = ("optimisation.epochs=0.5", "heads.root_rank=0", "heads.parent_rank=0")
+    assert main(["train", "--config", "first.yaml", *(word for one in changes for word in ("--set", one))]) == 0
     capsys.readouterr()
     expected = workshop.greedy(base, "Hello", 8)
     assert main(["generate", "--model", "runs/base/heads", "--prompt", "Hello", "--max-new-tokens", "8"]) == 0
     assert expected in capsys.readouterr().out
+    assert main(["export", "--model", "runs/base/heads", "--format", "vllm", "--out", "exported"]) == 0

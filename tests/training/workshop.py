@@ -19,12 +19,31 @@ FAMILIES = {
     "smollm3": {"no_rope_layers": [1, 0]},
     "granite": {"logits_scaling": 4.0, "embedding_multiplier": 2.0},
     "gemma2": {"attn_logit_softcapping": 1.0, "final_logit_softcapping": 0.5, "query_pre_attn_scalar": 8},
-}
+    "gemma3_text": {"query_pre_attn_scalar": 8},
+    "ministral": {}, "phi3": {}, "olmo2": {}, "olmo3": {},
+    "mixtral": {"num_local_experts": 4},
+    "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8},
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8},
+}  # fmt: skip
+# What chat templates of families do: turns of other names, a system's turn of their own or none, part of a user's turn.
+_TURNS = (
+    "{% for m in messages %}<start>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end>\n"
+)
+_TURNS += "{% endfor %}{% if add_generation_prompt %}<start>model\n{% endif %}"
+_STRICT = "{% for m in messages %}{% if m.role == 'system' or (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+_STRICT += "{{ raise_exception('expected turns of user and assistant') }}{% endif %}{% endfor %}"
+_SYSTEM = "{% if messages[0].role != 'system' %}<start>system\nYou are a model.<end>\n{% endif %}"
+_INSTRUCT = "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% else %} {{ m.content }}"
+_INSTRUCT += "{{ eos_token }}{% endif %}{% endfor %}"
+TEMPLATES = {
+    "gemma2": _STRICT + _TURNS, "gemma3_text": _TURNS, "granite": _SYSTEM + _TURNS, "qwen3_moe": _SYSTEM + _TURNS,
+    "ministral": _INSTRUCT, "mixtral": _STRICT + _INSTRUCT,
+}  # fmt: skip
 
 
 def make_base(folder, seed=0, family="llama", **sizes):
     """Write a random model of a family and its tokenizer."""
-    tokenizer = toy.tokenizer("bytes", toy.marked(toy.SPACED))
+    tokenizer = toy.tokenizer("bytes", TEMPLATES.get(family, toy.marked(toy.SPACED)))
     torch.manual_seed(seed)
     names = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     names |= {} if family == "llama" else {"pad_token_id": tokenizer.pad_token_id}
