@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from models import FAMILIES, VOCAB, heads_for, padded, prompts, tiny, transformers_greedy
+from models import FAMILIES, MORE_FAMILIES, VOCAB, heads_for, padded, prompts, tiny, transformers_greedy
 from oracles import assert_some_accepted
 from transformers.generation import logits_process as lp
 
@@ -58,6 +58,20 @@ def test_text_on_a_gpu_equals_transformers(family, tree, backend):
     assert [sum(a) + len(a) for a in output.accept_lengths] == [NEW - 1] * 3
     if tree.num_nodes > 1:
         assert_some_accepted(output)
+
+
+@pytest.mark.parametrize("family", MORE_FAMILIES)
+def test_text_of_other_families_on_a_gpu_equals_transformers(family):
+    """In captured steps; experts that cannot be captured have eager ones."""
+    model, heads = on_gpu(family)
+    rows = [row.cuda() for row in prompts(3, [7, 1, 19])]
+    expected = [transformers_greedy(model, row, NEW) for row in rows]
+    ids, mask = batch(rows)
+    with MedusaModel(model, heads, NODES_64) as medusa:
+        output = medusa.generate(ids, mask, max_new_tokens=NEW)
+        assert medusa.backbone.fuse or "mixtral" in family or "moe" in family
+    assert output.sequences[:, ids.shape[1] :].tolist() == expected
+    assert_some_accepted(output)
 
 
 def state_after(medusa, tree, backend, steps, prompt):
