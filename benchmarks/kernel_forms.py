@@ -260,6 +260,7 @@ def _heads_topk(device: Device) -> Iterator[Specialisation]:
             yield _vocabulary(device, dtype, stored, rows, block_v=block_v)
     yield _vocabulary(device, bf16, bf16, 1, k=32)
     yield _vocabulary(device, bf16, bf16, 1, gather=True)
+    yield _vocabulary(device, bf16, bf16, 32, softcap=30.0)
     # bf16 states with 8-bit weights are fp16, unless heads_topk.HALF_PRECISION_BYTES is off.
     for dtype, stored in itertools.product((fp16, bf16, fp32), (int8, fp8)):
         yield _vocabulary(device, dtype, stored, 1)
@@ -306,7 +307,7 @@ def _quantised(decode, dtype, stored, group, zero):
 
 def _vocabulary(
     device, dtype, stored, rows,
-    *, k=10, gather=False, noise=False, elements=16, block_v=None, codes="", group=0, zero=False,
+    *, k=10, gather=False, noise=False, elements=16, block_v=None, codes="", group=0, zero=False, softcap=None,
 ):  # fmt: skip
     # With noise also a token map.
     vectors = wide(elements, dtype, stored)
@@ -315,7 +316,7 @@ def _vocabulary(
     )
     config = replace(config, block_v=block_v or config.block_v)
     decode, kind, weight = heads_topk.decoding(device, dtype, stored, codes), TRITON_TYPES[dtype], TRITON_TYPES[stored]
-    tile = _tile(config, elements, " gather" * gather + " noise" * noise)
+    tile = _tile(config, elements, " gather" * gather + " noise" * noise + " capped" * bool(softcap))
     of_weight, flags = _quantised(decode, dtype, stored, group, zero)
     types = {"states": f"*{kind}", "token_map keys": "*i64"} | of_weight
     flags |= {"UNIT": elements, "EVEN": elements == 16}
@@ -327,7 +328,7 @@ def _vocabulary(
         config.blocks()
         | flags
         | {"GATHER": gather, "HAS_MAP": gather or noise, "HAS_NOISE": noise}
-        | {"K": k, "PLACES": triton.next_power_of_2(k)}
+        | {"K": k, "PLACES": triton.next_power_of_2(k), "SOFTCAP": softcap}
         | _waiting(device, config, stored, elements, group)
         | ({"PREFETCH": 0} if gather else {}),
         config,

@@ -16,6 +16,7 @@ from torch.nn.functional import linear, log_softmax, silu
 from medusa_kernels import _checks, _cpu, quantised
 from medusa_kernels._registry import register, triton_or
 from medusa_kernels.decode_linear import MOST_ROWS_CPU
+from medusa_kernels.reference import scaled_logits
 
 MAX_K = 32
 
@@ -36,11 +37,14 @@ def heads_topk(
     noise: Tensor | None = None,
     w2_zero: Tensor | None = None,
     codes: str = "int4",
+    divisor: float = 1.0,
+    softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return each head's k most likely tokens with their log-probabilities (the paper's heads, section 2.1.1).
 
     Head j computes `h <- h + W_root_j root` if there is a root, `h <- h + SiLU(W1_j h + b1_j)` for each of its residual
-    blocks, `x = W2_j h / temperature + noise`, and the log-softmax of x over the V' rows of `W2_j`.
+    blocks, its logits `W2_j h / divisor`, `x = logits / temperature + noise`, and the log-softmax of x over the V' rows
+    of `W2_j`.
 
     Args:
         hidden: hidden states `[B, H]`, or `[B, K, H]` if each head has its own; fp16, bf16 or fp32.
@@ -63,14 +67,16 @@ def heads_topk(
             arXiv:1903.06059). None: none.
         w2_zero: uint8 `[.., V', H / g]`, the zero points of int4 codes; None: 8.
         codes: what 4-bit codes stand for: "int4", "nf4" or "fp4".
+        divisor: finite, above 0.
+        softcap: logits become `softcap * tanh(logits / softcap)`, before the temperature. None: no cap.
 
     Returns:
         logprobs fp32 `[B, K, k]` and tokens int64 `[B, K, k]`, best first. The order of equal x is not specified.
-        Products are accumulated in fp32, and x and its log-softmax are fp32. Each new h is rounded to the dtype of
-        hidden. The PyTorch implementation rounds the result of each matrix product to that dtype too, which the Triton
-        and C++ kernels do not. With a w2 in 8 or 4 bits (groups of a multiple of 32) the Triton kernel multiplies
-        16-bit states in fp16: it rounds the last h of a head to fp16 instead, in which finite numbers beyond 65504
-        become 65504 of their sign, and numbers below 2^-17 have fewer bits than in bf16.
+        Products are accumulated in fp32. Dividing and capping them, x and its log-softmax are fp32. Each new h is
+        rounded to the dtype of hidden. The PyTorch implementation rounds the result of each matrix product to that
+        dtype too, which the Triton and C++ kernels do not. With a w2 in 8 or 4 bits (groups of a multiple of 32) the
+        Triton kernel multiplies 16-bit states in fp16: it rounds the last h of a head to fp16 instead, in which finite
+        numbers beyond 65504 become 65504 of their sign, and numbers below 2^-17 have fewer bits than in bf16.
 
     Raises:
         ValueError: an argument has a wrong shape, dtype, device or value.
@@ -103,6 +109,8 @@ def heads_topk(
         _checks.match("root", root, (hidden.shape[0], "R"), "hidden", hidden)
         _checks.match("w_root", w_root, (heads, size, root.shape[1]), "hidden", hidden)
     _checks.require(0 < temperature < float("inf"), "temperature", "a finite number above 0", temperature)
+    _checks.require(0 < divisor < float("inf"), "divisor", "a finite number above 0", divisor)
+    _checks.require(softcap is None or softcap > 0, "softcap", "None or more than 0", softcap)
     if noise is not None:
         ids = "V" if token_map is not None and not gather else w2.shape[-2]
         _checks.typed("noise", noise, (hidden.shape[0], "R", ids), torch.float32, "hidden", hidden)
@@ -110,14 +118,14 @@ def heads_topk(
     return torch.ops.medusa_kernels.heads_topk.default(
         hidden, w1, b1, w2, k,
         w2_scale=w2_scale, token_map=token_map, gather=gather, root=root, w_root=w_root, temperature=temperature,
-        noise=noise, w2_zero=w2_zero, codes=codes,
+        noise=noise, w2_zero=w2_zero, codes=codes, divisor=divisor, softcap=softcap,
     )  # fmt: skip
 
 
 def _matmul(
     hidden, w1, b1, w2, k,
     *, w2_scale=None, token_map=None, gather=False, root=None, w_root=None, temperature=1.0, noise=None,
-    w2_zero=None, codes="int4",
+    w2_zero=None, codes="int4", divisor=1.0, softcap=None,
 ):  # fmt: skip
     """Run the op as matrix products in the dtype of hidden and a top-k over the logits, on any device."""
     heads, size = w1.shape[0], w1.shape[-1]
@@ -141,8 +149,8 @@ def _matmul(
         logits = torch.matmul(states.transpose(0, 1), weight.transpose(1, 2)).transpose(0, 1)
     if w2_scale is not None:
         logits = logits.float() * w2_scale
-    if temperature != 1:
-        logits = logits.float() / temperature
+    if temperature * divisor != 1 or softcap is not None:
+        logits = scaled_logits(logits.float(), divisor, softcap) / temperature
     if noise is not None:
         logits = logits + (noise[:, :heads] if token_map is None else noise[:, :heads, token_map])
     tokens = logits.topk(k, dim=-1).indices
@@ -184,7 +192,7 @@ def _outputs(a: SimpleNamespace) -> tuple[Tensor, Tensor]:
 def _native(
     hidden, w1, b1, w2, k,
     *, w2_scale=None, token_map=None, gather=False, root=None, w_root=None, temperature=1.0, noise=None,
-    w2_zero=None, codes="int4",
+    w2_zero=None, codes="int4", divisor=1.0, softcap=None,
 ):  # fmt: skip
     """Run the op by the C++ library, on a CPU."""
     batch, heads, size = hidden.shape[0], w1.shape[0], w1.shape[-1]
@@ -196,7 +204,7 @@ def _native(
         return _matmul(
             hidden, w1, b1, w2, k,
             w2_scale=w2_scale, token_map=token_map, gather=gather, root=root, w_root=w_root, temperature=temperature,
-            noise=noise, w2_zero=w2_zero, codes=codes,
+            noise=noise, w2_zero=w2_zero, codes=codes, divisor=divisor, softcap=softcap,
         )  # fmt: skip
     vocabulary = len(token_map) if gather else w2.shape[-2]
     logprobs = hidden.new_empty(batch, heads, k, dtype=torch.float32)
@@ -219,8 +227,8 @@ def _native(
             w2, 0 if shared else w2.stride(0) * w2.element_size(), w2.stride(-2) * w2.element_size(),
             _cpu.weight_type(w2, codes), w2_scale, w2_zero, 0 if shared or w2_scale is None else w2_scale.stride(0),
             quantised.group_size(w2, w2_scale),
-            token_map, gather, float(temperature), noise, *((0, 0) if noise is None else noise.shape[1:]),
-            logprobs, tokens,
+            token_map, gather, float(divisor), float(softcap or 0), float(temperature),
+            noise, *((0, 0) if noise is None else noise.shape[1:]), logprobs, tokens,
         )  # fmt: skip
     except _cpu.OutsideError:
         low, high = (int(row) for row in token_map.aminmax())

@@ -128,7 +128,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def heads_topk(
     hidden, w1, b1, w2, k,
     *, w2_scale=None, token_map=None, gather=False, root=None, w_root=None, temperature=1.0, noise=None,
-    w2_zero=None, codes="int4",
+    w2_zero=None, codes="int4", divisor=1.0, softcap=None,
 ):  # fmt: skip
     """Root's term, residual blocks, vocabulary projection and top-k of every head; see the public `heads_topk`."""
     states = _wide(hidden)
@@ -147,7 +147,7 @@ def heads_topk(
     if gather:
         projection = projection[..., token_map, :]
     logits = torch.einsum("bkh,vh->bkv" if w2.dim() == 2 else "bkh,kvh->bkv", states, projection)
-    logits = logits / temperature
+    logits = scaled_logits(logits, divisor, softcap) / temperature
     if noise is not None:
         logits = logits + (noise if token_map is None else noise[..., token_map])[:, : w1.shape[0]]
     logprobs = logits - logits.logsumexp(-1, keepdim=True)

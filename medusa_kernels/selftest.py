@@ -112,7 +112,7 @@ def _heads_topk(generator: torch.Generator) -> Iterator[Case]:
     yield (hidden, w1, b1, codes, 5), {"w2_scale": (1 + torch.rand(3, 500, 2, generator=generator)) / 9, "codes": "nf4"}
     root, w_root = torch.randn(2, 64, generator=generator), torch.randn(3, 64, 64, generator=generator) / 8
     noise = torch.randn(2, 4, 500, generator=generator)
-    yield (hidden, w1, b1, w2, 5), {"root": root, "w_root": w_root, "temperature": 0.8, "noise": noise}
+    yield (hidden, w1, b1, w2, 5), {"root": root, "w_root": w_root, "temperature": 0.8, "noise": noise, "softcap": 5.0}
 
 
 def _tree_verify(generator: torch.Generator) -> Iterator[Case]:

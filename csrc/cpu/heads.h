@@ -91,7 +91,9 @@ Result heads(const Heads& a) {
     });
   }
   const int64_t projections = a.w2_stride == 0 ? 1 : a.heads, each = tokens / projections;
-  const float temperature = static_cast<float>(a.temperature);
+  // softcap tanh(x / divisor / softcap) / temperature is a cap of divisor softcap, divided at the end.
+  const float divisor = static_cast<float>(a.divisor * a.temperature);
+  const float softcap = static_cast<float>(a.divisor * a.softcap);
   const bool known = with_weight<A>(a.w2_type, [&](auto kind) {
     using W = decltype(kind);
     const int64_t vectors = prepared_vectors<W>(a.width), pieces = blocks(a.vocabulary, kChunk);
@@ -111,7 +113,10 @@ Result heads(const Heads& a) {
         for (int64_t row = 0; a.w2_type < kInt4 && scale != nullptr && row < rows; ++row) {
           x[row] *= scale[map ? map[first + row] : first + row];
         }
-        for (int64_t row = 0; temperature != 1 && row < rows; ++row) x[row] /= temperature;
+        for (int64_t row = 0; softcap > 0 && row < rows; row += kLanes) {
+          put<Float32>(x + row, capped(get<Float32>(x + row, rows - row), softcap), rows - row);
+        }
+        for (int64_t row = 0; divisor != 1 && row < rows; ++row) x[row] /= divisor;
         if (a.noise == nullptr) continue;
         const int64_t state = own * each + token, b = state % a.batch, head = state / a.batch;
         const float* noise = a.noise + (b * a.noise_rows + head) * a.noise_ids;

@@ -101,6 +101,7 @@ struct Heads {
   int64_t scale_stride, w2_group;
   const int64_t* token_map;  // [vocabulary] or null
   int64_t gather;
+  double divisor, softcap;  // a softcap of 0: none
   double temperature;
   const float* noise;  // [batch, noise_rows, noise_ids] or null
   int64_t noise_rows, noise_ids;

@@ -38,6 +38,7 @@ from medusa_kernels._triton.streaming import (
     wide,
 )
 from medusa_kernels._triton.topk import NO_KEY, NO_ORDER, empty_topk, merge_topk, merge_topk_of_tile
+from medusa_kernels._triton.tree_attention_kernels import tanh
 from medusa_kernels.heads_topk import residual_blocks
 
 MERGE = Warps(num_warps=4, num_stages=3)
@@ -112,6 +113,7 @@ def vocabulary_kernel(
     PDL: tl.constexpr, EARLY: tl.constexpr, PREFETCH: tl.constexpr,
     K: tl.constexpr, PLACES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
+    SOFTCAP: tl.constexpr = None,
 ):  # fmt: skip
     """Reduce x = W2 s / temperature + noise over a share of the vocabulary: top K keys, m = max x, sum of exp(x - m).
 
@@ -119,8 +121,8 @@ def vocabulary_kernel(
     [R * G, P]. With one projection per head the G groups are the heads and the R rows the batch; a shared projection is
     one group whose rows are all states. Row r of group g is state r * G + g. GATHER: token_map names the V rows of W2.
     State b * heads + j takes row j of noise [B, .., ids]; with a token_map (HAS_MAP) it names the ids. W2 s is the fp32
-    accumulator, which is not rounded. DECODE to GROUP, and what they make of states and the size, are as in
-    `quantised_product`. PREFETCH: as in `residual_kernel`.
+    accumulator, which is not rounded; with a SOFTCAP c it becomes c tanh(W2 s / c). DECODE to GROUP, and what they make
+    of states and the size, are as in `quantised_product`. PREFETCH: as in `residual_kernel`.
     """
     i_m, i_p, i_g = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     programs = tl.num_programs(1)
@@ -156,6 +158,8 @@ def vocabulary_kernel(
             BLOCK_M, BLOCK_V, BLOCK_K, EVEN, DECODE, HAS_SCALE, HAS_ZERO, GROUP,
         )  # fmt: skip
         m_x = m_m[:, None] & m_v[None, :]
+        if SOFTCAP is not None:
+            b_x = tanh(b_x * (1.0 / SOFTCAP)) * SOFTCAP
         b_x *= inverse_temperature
         if HAS_NOISE:
             o_id = (first + o_v).to(tl.int64)
@@ -252,7 +256,7 @@ def rows_first(tensor: Tensor) -> Tensor:
 def heads_topk(
     hidden, w1, b1, w2, k,
     *, w2_scale=None, token_map=None, gather=False, root=None, w_root=None, temperature=1.0, noise=None,
-    w2_zero=None, codes="int4",
+    w2_zero=None, codes="int4", divisor=1.0, softcap=None,
 ):  # fmt: skip
     """Launch the kernels; see the public `heads_topk`."""
     w2, w2_scale, w2_zero = readable(w2, w2_scale, w2_zero, codes, hidden.dtype)
@@ -263,7 +267,9 @@ def heads_topk(
             states = _states(states, states, *inner, hidden.dtype)
         last = torch.float16 if in_half_precision(hidden.dtype, w2.dtype) else hidden.dtype
         states = _states(states, states, weight, bias, last)
-        return _top_k(states, rows_first(w2), k, w2_scale, w2_zero, codes, token_map, gather, temperature, noise)
+        # softcap tanh(x / divisor / softcap) / temperature is a cap of divisor softcap, divided at the end.
+        scaled = temperature * divisor, noise, None if softcap is None else divisor * softcap
+        return _top_k(states, rows_first(w2), k, w2_scale, w2_zero, codes, token_map, gather, *scaled)
 
 
 def _states(
@@ -297,7 +303,7 @@ def _states(
 
 def _top_k(
     states: Tensor, w2: Tensor, k: int, scale: Tensor | None, zero: Tensor | None, codes: str,
-    token_map: Tensor | None, gather: bool, temperature: float, noise: Tensor | None,
+    token_map: Tensor | None, gather: bool, temperature: float, noise: Tensor | None, softcap: float | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the top k log-probabilities and tokens of every state, `[B, K, k]`."""
     batch, heads, _ = states.shape
@@ -331,7 +337,7 @@ def _top_k(
         share.tiles, share.step, 1 / temperature,
         UNIT=elements, EVEN=size % config.block_k == 0, DECODE=decoding(device, states.dtype, w2.dtype, codes),
         **stored, GATHER=gather, HAS_MAP=token_map is not None,
-        HAS_NOISE=noise is not None, K=k, PLACES=places,
+        HAS_NOISE=noise is not None, K=k, PLACES=places, SOFTCAP=softcap,
         # The rows to gather are known only from the map, which the kernel before may have written.
         **waiting(device, config, tiles * share.programs * groups, w2, elements, pdl, ahead=not gather),
         **config.blocks(), num_warps=config.num_warps, num_stages=config.num_stages, **OPTIONS,

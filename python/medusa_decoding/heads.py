@@ -288,12 +288,11 @@ class MedusaHeads(nn.Module):
         """Return how many logits `propose` stores for each sequence: all heads' if it calls a module, else 0."""
         return 0 if self._projected(lm_head)[0] else self.num_heads * self.vocab_size
 
-    def _projected(self, lm_head: nn.Module | None) -> tuple[Projection | None, float]:
-        """Return what `heads_topk` projects with, or None (call the module), and what its logits are divided by."""
+    def _projected(self, lm_head: nn.Module | None) -> tuple[Projection | None, float, float | None]:
+        """Return what `heads_topk` projects with, or None (call the module), and the logits' divisor and softcap."""
         if self.w2 is not None:
-            return Projection(self.w2, scale=self.w2_scale), 1.0
-        projected, divisor, softcap = logits_projection(lm_head)
-        return (projected if softcap is None else None), divisor
+            return Projection(self.w2, scale=self.w2_scale), 1.0, None
+        return logits_projection(lm_head)
 
     def propose(
         self,
@@ -313,13 +312,13 @@ class MedusaHeads(nn.Module):
             hidden: [B, H] hidden state of each row's last accepted token, after the base model's final norm.
             k: tokens per head, 1 to 32.
             lm_head: the base model's lm_head; needed exactly when the projection is shared. What the op cannot read
-                (see `linears.reading`), such as one wrapped by peft, or whose logits are capped, is called as a module.
+                (see `linears.reading`), such as one wrapped by peft, is called as a module.
             root_embedding: as in `forward`.
             temperature: divides the logits, above 0.
             noise: fp32 [B, at least K, V], added to the logits of head j and token t: noise[:, j, t]. With the numbers
                 that sampling adds at the same place, tokens are ranked by how likely they are to be drawn there.
         """
-        projected, divisor = self._projected(lm_head)
+        projected, divisor, softcap = self._projected(lm_head)
         if projected is None:
             logits = self.forward(hidden, lm_head, root_embedding=root_embedding).float() / temperature
             if noise is not None:
@@ -334,7 +333,7 @@ class MedusaHeads(nn.Module):
             hidden, self.w1, self.b1, projected.weight, k,
             w2_scale=projected.scale, token_map=self.token_map, gather=gather,
             root=self._root(hidden, root_embedding), w_root=self.root_up, noise=noise,
-            temperature=temperature * divisor, w2_zero=projected.zero, codes=projected.codes,
+            temperature=temperature, w2_zero=projected.zero, codes=projected.codes, divisor=divisor, softcap=softcap,
         )  # fmt: skip
         return DraftTokens(*best)
 

@@ -310,6 +310,7 @@ def check_candidates(before, after, got):
     state = (state + torch.nn.functional.silu(inner.to(dtype))).to(dtype).float()
     w2 = rounded["w2"][..., ids, :] if before.get("gather") else rounded["w2"]
     logits = torch.einsum("bkh,vh->bkv" if w2.dim() == 2 else "bkh,kvh->bkv", state, w2).to(dtype).float()
+    logits = reference.scaled_logits(logits, before.get("divisor", 1.0), before.get("softcap"))
     logits = logits / before.get("temperature", 1.0)
     if before.get("noise") is not None:
         logits += before["noise"][:, : logits.shape[1]] if ids is None else before["noise"][:, : logits.shape[1], ids]

@@ -463,6 +463,7 @@ void heads() {
   call.w_root_stride = width * w_root.stride_bytes(), call.w_root_row_stride = w_root.stride_bytes();
   call.noise = has_noise ? static_cast<const float*>(noise.data()) : nullptr;
   call.noise_rows = noise_rows, call.noise_ids = noise_ids, call.temperature = temperature;
+  call.divisor = maybe() ? 1 : 2, call.softcap = maybe() ? 0 : 1.5;
   call.logprobs = static_cast<float*>(logprobs.data()), call.tokens = tokens.data();
   expect_done(medusa_heads_topk_cpu(&call));
 
@@ -489,7 +490,8 @@ void heads() {
       double total = 0;
       for (int64_t token = 0; token < vocabulary; ++token) {
         const int64_t row = gather ? ids[token] : token, projection = shared ? 0 : head;
-        logits[token] = w2.times(state.data(), projection * all + row).value / temperature;
+        const double logit = w2.times(state.data(), projection * all + row).value / call.divisor;
+        logits[token] = (call.softcap > 0 ? call.softcap * std::tanh(logit / call.softcap) : logit) / temperature;
         if (has_noise) logits[token] += noise.get(b * noise_rows + head, map ? ids[token] : token);
         total += std::exp(logits[token]);
       }

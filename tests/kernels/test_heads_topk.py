@@ -60,6 +60,8 @@ def exact_logits(
     w_root: Tensor | None = None,
     temperature: float = 1.0,
     noise: Tensor | None = None,
+    divisor: float = 1.0,
+    softcap: float | None = None,
 ) -> Tensor:
     """Every head's x of every token in fp64, `[B, K, V']`, one head and one row at a time; noise is `[B, R, V']`."""
 
@@ -75,6 +77,7 @@ def exact_logits(
             state = state + inner / (1 + torch.exp(-inner))
         logits = (case["w2"] if case["w2"].dim() == 2 else case["w2"][head]).double() @ state
         logits = logits if scale is None else logits * (scale if scale.dim() == 1 else scale[head]).double()
+        logits = logits / divisor if softcap is None else softcap * torch.tanh(logits / divisor / softcap)
         return logits / temperature + (0 if noise is None else noise[b, head].double())
 
     heads = range(case["w1"].shape[0])
@@ -94,6 +97,7 @@ def plain_logits(case: Case, scale: Tensor | None = None, **options: Any) -> Ten
         state = state + torch.nn.functional.silu(inner)
     logits = (w2 @ state[..., None])[..., 0].float()
     logits = logits if scale is None else logits * scale
+    logits = reference.scaled_logits(logits, options.get("divisor", 1.0), options.get("softcap"))
     return logits / options.get("temperature", 1.0) + (
         options["noise"][:, : logits.shape[1]] if "noise" in options else 0
     )
@@ -287,6 +291,22 @@ def test_root_temperature_and_noise_match_fp64(
     check(got, case, 6, scale, **inputs)
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NumPy, in Triton's interpreter
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("options", [{"softcap": 3.0}, {"divisor": 0.5, "softcap": 20.0}], ids=str)
+def test_divided_and_capped_logits_match_fp64(device: str, dtype: torch.dtype, options: dict[str, float]) -> None:
+    """Of a map's rows of a shared projection, with noise and a temperature. A NaN stays one."""
+    case = make(3, 2, 24, 90, shared=True, dtype=dtype, device=device)
+    inputs, ids = make_inputs(case, 3, 90) | options, torch.randperm(90, device=device)[:70]
+    logprobs, tokens = heads_topk(*case.values(), 6, token_map=ids, gather=True, **inputs)
+    of_rows, noise = case | {"w2": case["w2"][ids]}, inputs["noise"][..., ids]
+    check((logprobs, (tokens[..., None] == ids).int().argmax(-1)), of_rows, 6, **(inputs | {"noise": noise}))
+    case["hidden"][1] = torch.nan
+    wrong = heads_topk(*case.values(), 6, token_map=ids, gather=True, **inputs)[0].isnan()
+    assert wrong.all(-1).all(-1).tolist() == [False, True, False]
+
+
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("form", ["plain", "trimmed", "gathered"])
 def test_noise_of_row_head_and_id(device: str, shared: bool, form: str) -> None:
@@ -420,6 +440,8 @@ BAD = {
     "root-shape": ({"root": torch.zeros(1, 4), "w_root": torch.zeros(3, 4, 4)}, "root: expected shape"),
     "w_root-missing": ({"root": torch.zeros(2, 4)}, "w_root: expected the weights of root, got None"),
     "temperature-nan": ({"temperature": math.nan}, "temperature: expected a finite number above 0, got nan"),
+    "divisor": ({"divisor": 0.0}, "divisor: expected a finite number above 0, got 0.0"),
+    "softcap": ({"softcap": 0.0}, "softcap: expected None or more than 0, got 0.0"),
     "noise-rows": ({"noise": torch.zeros(2, 2, 9)}, "noise: expected a row for each of 3 heads, got 2"),
     "token_map-dtype": ({"token_map": torch.zeros(9, dtype=torch.int32)}, "token_map: expected dtype int64"),
 }
