@@ -238,7 +238,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]
 
 
 def test_every_launch_sets_enable_fp_fusion(launches: list[tuple[str, dict[str, Any]]]) -> None:
-    """Triton's default is on up to 3.9 and off from 3.10; the kernels' errors and times were measured with it on."""
+    """Triton's default is on up to 3.9 and off from 3.10; the kernels' errors and times were measured with it on.
+
+    It is off where transformers rounds a product before it is added: rotations, and the norm of what is added.
+    """
     kernels = {
         name_of(kernel)
         for op in inspection.OPS
@@ -246,6 +249,6 @@ def test_every_launch_sets_enable_fp_fusion(launches: list[tuple[str, dict[str, 
         if isinstance(kernel, JITFunction) and name_of(kernel).endswith("_kernel")
     }
     assert {name for name, _ in launches} == kernels
-    assert {(name, options["enable_fp_fusion"]) for name, options in launches} == {
-        (name, not name.endswith("._rope_append_kernel")) for name in kernels
-    }
+    off = {(name, False) for name in kernels if name.endswith(("._rope_append_kernel", "._add_rms_norm_kernel"))}
+    on = {(name, True) for name in kernels if not name.endswith("._rope_append_kernel")}
+    assert {(name, options["enable_fp_fusion"]) for name, options in launches} == off | on
