@@ -1,7 +1,8 @@
-"""Whole answers of a published model by every way of decoding, next to transformers and llama.cpp, on a CPU.
+"""Whole answers of a published model by every way of decoding, next to transformers and llama.cpp.
 
     python -m benchmarks.bench_published --model MODEL.gguf --data FOLDER --llama PYTHON
     python -m benchmarks.bench_published --model MODEL.gguf --data FOLDER --heads HEADS --prompts 20 --dtypes fp32
+    python -m benchmarks.bench_published --model MODEL.gguf --data FOLDER --heads HEADS --device cuda --dtypes bf16
 
 Prompts are MT-Bench's (both turns), HumanEval's, GSM8K's and different ones of dev.jsonl.gz, up to `--prompts` of each,
 spread evenly over the file. Each is answered greedily in every dtype by every way, in a random order, before the next
@@ -66,9 +67,9 @@ SETS = {"mt_bench": "mt_bench.jsonl", "human_eval": "human_eval.jsonl", "gsm8k":
         "dev": "dev.jsonl.gz"}  # fmt: skip
 TUNING = "training.jsonl.gz"
 """Its prompts choose settings; no set has any of them."""
-TUNING_PROMPTS, TUNING_TOKENS = 6, 64
-COPIED, NODES = (2, 4, 8), (2, 3, 4, 6, 8, 16)
-CONTEXT, BUCKET = 2048, 512
+TUNING_PROMPTS, TUNING_LONGEST, TUNING_TOKENS = 6, 512, 64
+COPIED, NODES = (2, 4, 8), {"cpu": (2, 3, 4, 6, 8, 16), "cuda": (8, 16, 32, 64)}
+CONTEXT, BUCKET = 2048, {"cpu": 512, "cuda": 1024}
 """Most tokens of a prompt and its answer, and steps between sizes of the static cache, of which each is compiled."""
 GIVEN = "given"
 TEMPERATURE = 0.7
@@ -101,7 +102,7 @@ class Side:
         """Choose settings by tokens per second, each among several."""
         self.chosen["copied"] = self._fastest({length: Tree([]).with_lookup(length) for length in COPIED})
         if self.accuracies is not None:
-            sizes = setup.fitting(NODES, self.accuracies)
+            sizes = setup.fitting(NODES[self.bench.model.backbone.device.type], self.accuracies)
             self.chosen["nodes"] = self._fastest({size: Tree.optimal(self.accuracies, size) for size in sizes})
 
     def _fastest(self, trees: Mapping[int, Tree]) -> int:
@@ -128,10 +129,11 @@ def ours(side: Side, tree: Any, **generation: Any) -> Callable[[Asked], Timed]:
 def theirs(side: Side, static: bool = False, **settings: Any) -> Callable[[Asked], Timed]:
     """Return transformers' `generate`, with a compiled step over a static cache if asked for."""
     bench, caches = side.bench, {}
-    pad = next(iter(bench.ends["eos_token_id"]), 0)
+    pad, device = next(iter(bench.ends["eos_token_id"]), 0), bench.model.backbone.device
+    bucket = BUCKET[device.type]
 
     def generate(asked: Asked, new_tokens: int) -> Timed:
-        given, rows = dict(settings), -(-(asked.ids.shape[1] + bench.new_tokens) // BUCKET) * BUCKET
+        given, rows = dict(settings), -(-(asked.ids.shape[1] + bench.new_tokens) // bucket) * bucket
         if static and rows not in caches:  # compiled before it is timed
             caches[rows] = StaticCache(bench.model.backbone.config, max_cache_len=rows)
             generate(asked, 3)
@@ -140,11 +142,12 @@ def theirs(side: Side, static: bool = False, **settings: Any) -> Callable[[Asked
                 caches[rows].reset()
                 given |= {"past_key_values": caches[rows], **compiled()}
             start, cpu = time.perf_counter(), time.process_time()
+            ids = asked.ids.to(device)
             out = base.generate(
-                asked.ids, attention_mask=torch.ones_like(asked.ids), max_new_tokens=new_tokens, do_sample=False,
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False,
                 pad_token_id=pad, return_dict_in_generate=False, **(bench.ends | given),
             )  # fmt: skip
-            text = out[0, asked.ids.shape[1] :].tolist()
+            text = out[0, ids.shape[1] :].tolist()
             return Written(text, time.perf_counter() - start, 0, 0), time.process_time() - cpu
 
     return lambda asked: generate(asked, bench.new_tokens)
@@ -206,7 +209,7 @@ def loaded(args: argparse.Namespace) -> Iterator[dict[str, Side]]:
             own = copy.deepcopy(base)
             for weight in own.parameters():  # buffers stay in float32, as they are when a model is loaded
                 weight.data = weight.data.to(activations)
-            quantise(own, quantised)
+            quantise(own.to(args.device), quantised)
             model = MedusaModel.from_pretrained(args.heads, own) if args.heads else MedusaModel(own)
             stack.enter_context(model)
             conversations = Conversations(model, tokenizer)
@@ -250,7 +253,7 @@ def questions(folder: Path, count: int) -> Iterator[tuple[str, int, Prompt]]:
 def tuning_prompts(folder: Path, conversations: Conversations) -> list[torch.Tensor]:
     """Return prompts that no set has, int64 [1, T] each."""
     chosen = spread(read_prompts([find(folder, TUNING)], turns=1, limit=1000), TUNING_PROMPTS)
-    return [torch.tensor([conversations.encode(one)[:BUCKET]]) for one in chosen]
+    return [torch.tensor([conversations.encode(one)[:TUNING_LONGEST]]) for one in chosen]
 
 
 def ready(sides: Mapping[str, Side], args: argparse.Namespace, path: Path) -> dict[str, Callable[[Asked], Timed]]:
@@ -323,7 +326,7 @@ def described(args: argparse.Namespace) -> dict[str, Any]:
     """Return what lines of one file have in common."""
     llama_cpp = llama_cpp_server.version(args.llama) if args.llama else None
     names = {"model": Path(args.model).name, "heads": Path(args.heads).name if args.heads else None}
-    kept = {name: getattr(args, name) for name in ("ways", "dtypes", "threads", "max_new_tokens", "prompts")}
+    kept = {name: getattr(args, name) for name in ("ways", "dtypes", "device", "threads", "max_new_tokens", "prompts")}
     of_machine = {name: value for name, value in harness.provenance().items() if name not in ("command", "date")}
     return names | kept | {"llama_cpp": llama_cpp} | of_machine
 
@@ -425,6 +428,9 @@ def main() -> None:
     parser.add_argument("--prompts", type=_arguments.at_least_one, default=80, help="of each set (default: 80)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS], help="default: all that can run")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["fp32", "bf16", "int8"])
+    parser.add_argument(
+        "--device", choices=tuple(NODES), default="cpu", help="llama.cpp runs on the CPU (default: cpu)"
+    )
     parser.add_argument("--threads", type=_arguments.at_least_one, default=torch.get_num_threads())
     parser.add_argument("--max-new-tokens", type=_arguments.at_least_one, default=256, help="default: 256")
     parser.add_argument("--minutes", type=float, default=math.inf,
@@ -435,7 +441,7 @@ def main() -> None:
         parser.error(f"--ways: expected {PLAIN} among them, which conversations follow, got {' '.join(args.ways)}")
     torch.set_num_threads(args.threads)
     load = os.getloadavg()[0]
-    if load > 0.5:
+    if args.device == "cpu" and load > 0.5:
         print(f"the machine is not idle: {load:.1f} programs ran in the last minute; figures will be wrong", flush=True)
     transformers.logging.set_verbosity_error()
     warnings.simplefilter("ignore", FutureWarning)  # the cache's argument has another name since transformers 5.24

@@ -105,6 +105,11 @@ class Point:
     ways: tuple[str, ...] = ("graph",)
     nodes: tuple[int, ...] = (64,)
 
+    @property
+    def label(self) -> str:
+        """Model, prefix and batch."""
+        return f"{self.model} {self.prefix} b{self.batch}"
+
 
 @dataclass(frozen=True)
 class Way:
@@ -300,10 +305,9 @@ class Runner:
         self.records.append(record)
         harness.write_record("step", record)
         ratio = "" if record["ratio_to_plain"] is None else f"  {record['ratio_to_plain']:.3f} x plain"
-        label = f"{way} {more.get('nodes', 1)} nodes {more.get('heads') or ''}"
+        of = f"{way} {more.get('nodes', 1)} nodes {more.get('heads') or ''}"
         print(
-            f"{point.model} {point.prefix} b{point.batch} {label}: {median:.0f} us "
-            f"{record['fraction'] * 100:.1f} % of copy{ratio} {LAST_CLOCKS or ''}",
+            f"{point.label} {of}: {median:.0f} us {record['fraction'] * 100:.1f} % of copy{ratio} {LAST_CLOCKS or ''}",
             flush=True,
         )
         return median
@@ -419,15 +423,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", type=float, default=480, help="seconds; no way is begun after them")
     parser.add_argument("--seconds", type=float, default=0.4, help="how long each way is measured")
-    parser.add_argument("--only", action="append", help="models whose name contains this")
+    words = "points whose model, prefix and batch contain this, written as in the output: Llama-2-7B 1024 b1"
+    parser.add_argument("--only", action="append", help=words)
     parser.add_argument("--ways", nargs="+", choices=tuple(WAYS), help="instead of each point's own")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(2, "bench_step: needs a CUDA device, and torch sees none\n")
-    points = tuple(p for p in POINTS if not args.only or any(text in p.model for text in args.only))
+    points = tuple(p for p in POINTS if not args.only or any(text in p.label for text in args.only))
     if args.ways:
         ways = ("graph", *(way for way in args.ways if way != "graph"))  # what ratios are taken against comes first
-        points = tuple(dataclasses.replace(p, ways=ways) for p in points)
+        points = tuple(dataclasses.replace(p, ways=ways) for p in points if p.heads)
     measure(points, torch.device("cuda"), torch.bfloat16, args.budget, args.seconds)
 
 

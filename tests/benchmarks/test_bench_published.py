@@ -59,7 +59,7 @@ def test_a_run_is_continued_and_its_texts_are_transformers(tmp_path, monkeypatch
     monkeypatch.setattr(bench_published.transformers.logging, "set_verbosity_error", lambda: None)  # for other tests
     monkeypatch.setattr(bench_published, "SETS", {"mt_bench": "mt_bench.jsonl", "dev": "dev.jsonl"})
     monkeypatch.setattr(bench_published, "COPIED", (4,))
-    monkeypatch.setattr(bench_published, "NODES", (4,))
+    monkeypatch.setattr(bench_published, "NODES", {"cpu": (4,)})
     requests = [request.text for request in draw(8, 11, held_out=True)]
     (tmp_path / "dev.jsonl").write_text(json.dumps({"prompt": requests[0]}))
     (tmp_path / "mt_bench.jsonl").write_text(json.dumps({"turns": requests[1:3], "category": "writing"}))
