@@ -164,6 +164,11 @@ WAYS: dict[str, Way] = {
     "graph of torch.compile": Way("compiled", fused=False),
     OLD: Way("graph", constants={name: value for form in FORMS.values() for name, value in form.items()}),
     **{f"graph without {name}": Way("graph", constants=constants) for name, constants in FORMS.items()},
+    **{
+        f"graph without {', '.join(names)}": Way("graph", constants={k: v for n in names for k, v in FORMS[n].items()})
+        for count in (2, 3, 4)
+        for names in itertools.combinations(list(FORMS)[:4], count)
+    },
     **{f"graph with {name}": Way("graph", constants=constants) for name, constants in SETTINGS.items()},
 }
 POINTS = (
