@@ -135,49 +135,24 @@ class Way:
 
 
 FORMS: dict[str, dict[str, Any]] = {
-    "split K": {"medusa_kernels._triton.decode_linear_configs.SPLIT_K": False},
-    "prefetch": {"medusa_kernels._triton.streaming.PREFETCH_WEIGHTS": False},
-    "early starts": {"medusa_kernels._triton.programmatic.START_EARLY": False},
-    "merging in attention": {"medusa_kernels._triton.tree_attention.LAST_MERGES": False},
-    "overlap in attention": {"medusa_kernels._triton.tree_attention.OVERLAP": False},
     "half-precision bytes": {"medusa_kernels._triton.heads_topk.HALF_PRECISION_BYTES": False},
     "narrow tiles": {"medusa_kernels._triton.streaming.NARROW_TILES": False},
-    "norms in rope": {"medusa_decoding.backbone.fused_layers.NORMS_IN_ROPE": False},
 }
-"""Forms of the kernels that version 0.2 did not have, and the constants that turn them off."""
-_TRITON = "medusa_kernels._triton"
-SETTINGS: dict[str, dict[str, Any]] = {
-    "calculated bytes in flight": {f"{_TRITON}.decode_linear_configs.IN_FLIGHT": None},
-    "one wave of attention": {f"{_TRITON}.tree_attention.MOST_WAVES": 1},
-    "merges up to 32 KiB": {f"{_TRITON}.tree_attention.MERGED_BYTES": 32 * 1024},
-    "two warps for 16 rows": {
-        f"{_TRITON}.decode_linear_configs.TWO_WARPS": True,
-        f"{_TRITON}.tree_attention_configs.TWO_WARPS": True,
-    },
-}
-"""Settings that no GPU has judged yet, and the constants that turn them on; docs/benchmarks.md has the predictions."""
-OLD = "graph, kernels of 0.2"
+"""Forms of the kernels, and the constants that turn them off."""
 WAYS: dict[str, Way] = {
     "eager": Way("eager", fused=False),
     "graph": Way("graph"),
     "graph of modules": Way("graph", fused=False),
     "graph of torch.compile": Way("compiled", fused=False),
-    OLD: Way("graph", constants={name: value for form in FORMS.values() for name, value in form.items()}),
     **{f"graph without {name}": Way("graph", constants=constants) for name, constants in FORMS.items()},
-    **{
-        f"graph without {', '.join(names)}": Way("graph", constants={k: v for n in names for k, v in FORMS[n].items()})
-        for count in (2, 3, 4)
-        for names in itertools.combinations(list(FORMS)[:4], count)
-    },
-    **{f"graph with {name}": Way("graph", constants=constants) for name, constants in SETTINGS.items()},
 }
 POINTS = (
-    Point("Llama-2-7B", 1024, 1, tuple(HEADS), ("graph", OLD, "graph of modules"), (64, 16)),
-    Point("Llama-3-8B", 1024, 1, tuple(HEADS), ("graph", OLD, "graph of modules"), (64, 16)),
-    Point("Llama-2-7B", 8192, 1, ("shared",), ("graph", OLD), (64, 16)),
-    Point("Llama-3-8B", 8192, 1, ("shared, trimmed 8192",), ("graph", OLD), (64, 16)),
+    Point("Llama-2-7B", 1024, 1, tuple(HEADS), ("graph", "graph of modules"), (64, 16)),
+    Point("Llama-3-8B", 1024, 1, tuple(HEADS), ("graph", "graph of modules"), (64, 16)),
+    Point("Llama-2-7B", 8192, 1, ("shared",), ("graph",), (64, 16)),
+    Point("Llama-3-8B", 8192, 1, ("shared, trimmed 8192",), ("graph",), (64, 16)),
     Point("Llama-2-7B", 1024, 4, ("shared",), ("graph",), (16,)),
-    Point("Qwen3-8B", 1024, 1, ("shared", "shared, trimmed 8192"), ("graph", OLD), (64, 16)),
+    Point("Qwen3-8B", 1024, 1, ("shared", "shared, trimmed 8192"), ("graph",), (64, 16)),
     Point("Llama-2-13B", 1024, 1, ("shared",)),
     # Last, because compiling all layers takes minutes.
     Point("Llama-2-7B", 1024, 1, (), ("graph", "graph of torch.compile")),

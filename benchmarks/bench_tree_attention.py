@@ -29,7 +29,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks import gpu, suite
 from medusa_decoding.trees.tree import Tree
 from medusa_kernels import tree_attention
-from medusa_kernels.tree_attention import attention_counters
 
 OP = "tree_attention"
 HEADS = {
@@ -125,7 +124,6 @@ class Inputs:
     cache_lens: Tensor
     ancestors: Tensor
     rows: int
-    counters: Tensor | None
 
     @property
     def k(self) -> Tensor:
@@ -150,13 +148,12 @@ def inputs(case: Case, run: suite.Run) -> Inputs:
         torch.full((case.batch,), case.prefix, dtype=torch.int32, device=run.device),
         tree(case.nodes).ancestors.to(run.device),
         case.rows,
-        attention_counters(case.batch, case.heads, run.device),
     )
 
 
 def ours(x: Inputs) -> Tensor:
     """Our op."""
-    return tree_attention(x.q, x.k_cache, x.v_cache, x.cache_lens, x.ancestors, counters=x.counters)
+    return tree_attention(x.q, x.k_cache, x.v_cache, x.cache_lens, x.ancestors)
 
 
 def in_one_wave(x: Inputs) -> Tensor:

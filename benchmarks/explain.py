@@ -384,7 +384,7 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=64, help="1 for a plain step, without heads (default: 64)")
     parser.add_argument("--prefix", type=int, default=1024, help="cached rows (default: 1024)")
     parser.add_argument("--heads", default="shared", choices=tuple(bench_step.HEADS), help="default: shared")
-    parser.add_argument("--ways", nargs="+", choices=tuple(ways), default=("graph", bench_step.OLD))
+    parser.add_argument("--ways", nargs="+", choices=tuple(ways), default=("graph",))
     parser.add_argument("--seconds", type=float, default=0.4, help="how long each way is timed")
     words = "peaks to predict by, as in the simulator; needed without a GPU, or with one that is not known by name"
     parser.add_argument("--device", metavar="NAME or FILE", help=words)

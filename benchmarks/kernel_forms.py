@@ -112,39 +112,34 @@ _ATTENTION: list[tuple[Any, ...]] = [
     *((torch.float32, dim, 64, 64, None, False) for dim in (64, 128, 256)),
     (torch.float32, 128, 64, 256, 40, True),
 ]
-_ATTENTION_MERGES = [*((torch.bfloat16, dim) for dim in (64, 80, 128, 256)), (torch.float32, 128)]
+_MERGES = [*((torch.bfloat16, dim) for dim in (64, 80, 128, 256)), (torch.float32, 128)]
 
 
 def _tree_attention(device: Device) -> Iterator[Specialisation]:
-    """Yield the forms that launches with the usual head sizes ask for, each with and without the merge."""
+    """Yield the forms that launches with the usual head sizes ask for."""
     pdl = has_programmatic(device)
-    for form, merges in itertools.product(_ATTENTION, (False, True)):
-        yield _attend_form(device, form, merges=merges, pdl=pdl, early=pdl)
+    for form in _ATTENTION:
+        yield _attend_form(device, form)
     for rows in (64, 256):
-        yield _attend_form(
-            device, (torch.bfloat16, 128, 64, rows, None, False), merges=True, pdl=pdl, early=pdl, slots=True
-        )
+        yield _attend_form(device, (torch.bfloat16, 128, 64, rows, None, False), slots=True)
     for dtype, dim, nodes, rows in (
         *((torch.bfloat16, 128, nodes, rows) for nodes, rows in ((1, 4), (64, 64), (64, 256))),
         (torch.bfloat16, 64, 64, 256), (torch.bfloat16, 256, 64, 64), (torch.float16, 128, 64, 64),
         (torch.float32, 128, 64, 64),
     ):  # fmt: skip
-        form = dtype, dim, nodes, rows, None, False
-        yield _attend_form(device, form, merges=True, pdl=pdl, early=pdl, eight_bits=True)
-    if pdl:
-        yield _attend_form(device, (torch.bfloat16, 128, 64, 64, None, False), merges=True, pdl=True, early=False)
-    for dtype, head_dim in _ATTENTION_MERGES:
+        yield _attend_form(device, (dtype, dim, nodes, rows, None, False), eight_bits=True)
+    for dtype, head_dim in _MERGES:
         config, kind = tree_attention.configuration(device, dtype, head_dim, 64), TRITON_TYPES[dtype]
         yield specialise(
             f"tree_attention merge {kind} D{head_dim}",
             tree_attention.merge_kernel,
             {"parts stats": "*fp32", "out": f"*{kind}", "cache_lens": "*i32", "scale": "fp32"},
-            tree_attention._constants(config, head_dim, 64, None) | {"PDL": pdl},
+            tree_attention._constants(config, head_dim, 64, None) | {"CHUNK": tree_attention.MERGE_CHUNK, "PDL": pdl},
             tree_attention.MERGE,
         )
 
 
-def _attend_form(device, form, *, merges, pdl, early, slots=False, eight_bits=False):
+def _attend_form(device, form, *, slots=False, eight_bits=False):
     """Describe one compiled form of the kernel that attends."""
     dtype, head_dim, nodes, rows, window, cap, *sizes = form
     keys, kv_heads = (*sizes, *(LONG, 1)[len(sizes) :])
@@ -155,14 +150,13 @@ def _attend_form(device, form, *, merges, pdl, early, slots=False, eight_bits=Fa
     words = (
         f"tree_attention attend {kind} D{head_dim} N{nodes} M{rows}", "short" * (keys < LONG),
         "crowded" * (kv_heads > 1), "window" * bool(window), "softcap" * cap,
-        "deep" * tree_attention._deep(nodes, window), "merges" * merges, "late" * (pdl and not early), "slots" * slots,
-        "int8" * eight_bits,
+        "deep" * tree_attention._deep(nodes, window), "slots" * slots, "int8" * eight_bits,
     )  # fmt: skip
     types = {
         "q out": f"*{kind}",
         "k_cache v_cache": "*i8" if eight_bits else f"*{kind}",
         "parts stats": "*fp32",
-        "cache_lens counters slots": "*i32",
+        "cache_lens slots": "*i32",
         "ancestors": "*i64",
         "scale softcap": "fp32",
     }
@@ -174,7 +168,7 @@ def _attend_form(device, form, *, merges, pdl, early, slots=False, eight_bits=Fa
         | tree_attention._attend_constants(
             config, head_dim, nodes, window, capped=cap, negative=False, eight_bits=eight_bits
         )
-        | {"MERGES": merges, "HAS_SLOTS": slots, "PDL": pdl, "EARLY": early},
+        | {"HAS_SLOTS": slots, "PDL": has_programmatic(device)},
         config,
         aligned=tuple(
             n
@@ -215,7 +209,7 @@ def _rope_append(device: Device) -> Iterator[Specialisation]:
             dict.fromkeys((name for name in names if name.startswith("STRIDE_")), last)
             | {"D": dim, "R": rotated, "OFFSET": offset, "HALF": triton.next_power_of_2(dim // 2), "ROWS": config.rows}
             | {"PARTS": parts, "HAS_NORM": norm, "HAS_SLOTS": slots, "PDL": has_programmatic(device)}
-            | {"EARLY": has_programmatic(device), "EIGHT_BITS": eight_bits},
+            | {"EIGHT_BITS": eight_bits},
             config,
             aligned=tuple(
                 n for n in names
@@ -243,7 +237,7 @@ def _heads_topk(device: Device) -> Iterator[Specialisation]:
                 + f" to {out}" * (out != kind),
                 heads_topk.residual_kernel,
                 {"x hidden w1 b1": f"*{kind}", "states": f"*{out}"},
-                config.blocks() | flags | _waiting(device, config, dtype, elements),
+                config.blocks() | flags | _launched(device),
                 config,
                 programs=config.programs,
             )
@@ -282,7 +276,7 @@ def _heads_topk(device: Device) -> Iterator[Specialisation]:
             f"heads_topk merge k{k} {blocks['BLOCK_N']}",
             heads_topk.merge_kernel,
             {"keys token_map tokens": "*i64", "peaks sums logprobs": "*fp32"},
-            {"HAS_MAP": True, "K": k, "PLACES": triton.next_power_of_2(k), **blocks} | _early(device),
+            {"HAS_MAP": True, "K": k, "PLACES": triton.next_power_of_2(k), **blocks} | _launched(device),
             heads_topk.MERGE,
         )
 
@@ -329,24 +323,15 @@ def _vocabulary(
         | flags
         | {"GATHER": gather, "HAS_MAP": gather or noise, "HAS_NOISE": noise}
         | {"K": k, "PLACES": triton.next_power_of_2(k), "SOFTCAP": softcap}
-        | _waiting(device, config, stored, elements, group)
-        | ({"PREFETCH": 0} if gather else {}),
+        | _launched(device),
         config,
         programs=config.programs,
     )
 
 
-def _waiting(device, config, stored, elements, group=0):
-    """Return the constants of a streaming kernel that is launched programmatically where the device can."""
-    wide_enough = has_programmatic(device) and elements * stored.itemsize % 16 == 0
-    ahead = (config.num_stages - 1) * config.block_k * stored.itemsize // (2 if group else 1)
-    return _early(device) | {"PREFETCH": ahead if wide_enough else 0}
-
-
-def _early(device, early=True):
-    """Return the constants of other kernels, of which all programs run at once or not."""
-    pdl = has_programmatic(device)
-    return {"PDL": pdl, "EARLY": pdl and early}
+def _launched(device):
+    """Return the constant of other kernels that says whether they are launched programmatically."""
+    return {"PDL": has_programmatic(device)}
 
 
 def _tile(config: Config, elements: int, more: str = "") -> str:
@@ -402,7 +387,7 @@ def _tree_verify(device: Device) -> Iterator[Specialisation]:
                 "temperature": "fp32",
             },
             {"UNIT": 16, "SCALED": scaled, "STATS": stats, "CHAIN": chain, **blocks, **flags}
-            | _early(device, rows < 64),
+            | _launched(device),
             tree_verify.MERGE,
         )  # fmt: skip
 
@@ -433,7 +418,7 @@ def _projection(
             "temperature": "fp32",
         },
         blocks | flags | {"VECTOR": 4 if scaled and elements > 1 else 1}
-        | _waiting(device, config, stored, elements, group),
+        | _launched(device),
         config,
         programs=config.programs,
     )  # fmt: skip
@@ -507,7 +492,6 @@ def _linear_form(
     )
     kind, pdl, even = TRITON_TYPES[dtype], has_programmatic(device), size % config.block_k == 0
     chosen = config in choices(device, dtype, config.block_m, gate) or (stored and dtype != torch.float32)
-    ahead = decode_linear.prefetched(config, dtype, size, parts, bits) if pdl and elements == VECTOR else 0
     words = (
         "decode_linear", kind, f"x {form}" + f" g{group}" * (group > 0) + " zeros" * bool(zeros) if stored else "",
         "gated" if gate else f"{len(features)} of {sum(features)}",
@@ -535,7 +519,7 @@ def _linear_form(
         kernel,
         types,
         {"COUNT": len(features), "PARTS": parts, "GATE": gate, "GELU": gelu, "HAS_BIAS": bias,
-         "HAS_RESIDUAL": residual, "EVEN_K": even, "SWAP": config.swap, "PDL": pdl, "EARLY": pdl, "PREFETCH": ahead,
+         "HAS_RESIDUAL": residual, "EVEN_K": even, "SWAP": config.swap, "PDL": pdl,
          "BLOCK_M": config.block_m, "BLOCK_N": config.block_n, "BLOCK_K": config.block_k, **constants},
         config,
         aligned=tuple(integers) if elements == VECTOR else (),
@@ -564,7 +548,7 @@ def _add_rms_norm(device: Device) -> Iterator[Specialisation]:
             add_rms_norm._add_rms_norm_kernel,
             {"x weight delta_norm total normed": f"*{kind}", "delta": f"*{kind if parts < 2 else 'fp32'}",
              "eps": "fp32"},
-            {"PARTS": parts, "PDL": pdl, "EARLY": pdl, "BLOCK_H": triton.next_power_of_2(size), "OFFSET": offset}
+            {"PARTS": parts, "PDL": pdl, "BLOCK_H": triton.next_power_of_2(size), "OFFSET": offset}
             | dict.fromkeys(absent),
             add_rms_norm.configuration(size),
             aligned=("size", "stride_x_m", "stride_delta_m") if aligned else (),
@@ -591,7 +575,7 @@ def _tree_accept(device: Device) -> Iterator[Specialisation]:
                 "check report": "*i32",
                 "finished": "*i8",
             },
-            constants | {"HAS_REPORT": True} | _early(device, nodes < 128),
+            constants | {"HAS_REPORT": True} | _launched(device),
             tree_accept.WARPS,
             aligned=("size",) if aligned else (),
         )
@@ -615,7 +599,7 @@ def _tree_select(device: Device) -> Iterator[Specialisation]:
                 "tokens paths out_tokens out_ancestors out_paths": "*i64",
                 "depths numbers chosen out_parents out_depths": "*i32",
             },
-            constants | _early(device, nodes < 128),
+            constants | _launched(device),
             warps,
         )
 
@@ -627,7 +611,7 @@ def _gumbel_noise(device: Device) -> Iterator[Specialisation]:
             f"gumbel_noise {first}" + ("" if aligned else " unit1"),
             gumbel_noise._gumbel_noise_kernel,
             {"seeds": "*i64", "first": f"*{first}", "out": "*fp32"},
-            {"COUNTERS": gumbel_noise.COUNTERS} | _early(device, aligned != ()),
+            {"COUNTERS": gumbel_noise.COUNTERS} | _launched(device),
             gumbel_noise.WARPS,
             aligned=aligned,
         )

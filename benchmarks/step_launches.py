@@ -139,9 +139,7 @@ def _attention_stream(launch: Launch) -> Stream:
     a = launch.arguments
     row_tiles = -(-a["nodes"] * a["groups"] // a["BLOCK_M"])
     tile = 2 * a["BLOCK_N"] * a["BLOCK_D"] * a["k_cache"].itemsize
-    reads = {"q": launch.grid[0] // row_tiles, "k_cache": row_tiles, "v_cache": row_tiles}
-    # The last program of a tile reads again what all have stored.
-    return Stream(tile, reads | ({"parts": 2, "stats": 2} if a.get("MERGES") else {}))
+    return Stream(tile, {"q": launch.grid[0] // row_tiles, "k_cache": row_tiles, "v_cache": row_tiles})
 
 
 _STREAMS = {

@@ -53,7 +53,7 @@ def visible_nodes(ancestors: Tensor, nodes: int) -> Tensor:
 
 
 def tree_attention(
-    q, k_cache, v_cache, cache_lens, ancestors, *, scale=None, window=None, softcap=None, counters=None, slots=None
+    q, k_cache, v_cache, cache_lens, ancestors, *, scale=None, window=None, softcap=None, slots=None
 ):  # fmt: skip
     """Attention of tree nodes over the cached prefix and their own ancestors; see the public `tree_attention`."""
     if slots is not None:

@@ -83,11 +83,11 @@ def _tree_attention(generator: torch.Generator) -> Iterator[Case]:
     for node in range(1, nodes):
         visible[node] |= visible[int(torch.randint(node, (1,), generator=generator))]
     q, k, v = (torch.randn(2, *shape, generator=generator) for shape in ((nodes, 8, 64), (2, 2000, 64), (2, 2000, 64)))
-    words, counters = medusa_kernels.ancestor_words(visible), torch.zeros(2, 8 * 5, dtype=torch.int32)
+    words = medusa_kernels.ancestor_words(visible)
     yield (q, k, v, _integers(100, 3), words), {}
-    # Enough keys for shares, which the last program merges.
-    yield (q, k, v, _integers(1900, 3), words), {"counters": counters}
-    yield (q[:, :1], k, v, _integers(1900, 3), words[:1, :1]), {"counters": counters}
+    # Enough keys for shares.
+    yield (q, k, v, _integers(1900, 3), words), {}
+    yield (q[:, :1], k, v, _integers(1900, 3), words[:1, :1]), {}
 
 
 def _rope_append(generator: torch.Generator) -> Iterator[Case]:

@@ -18,9 +18,6 @@ from medusa_kernels._registry import register, triton_or
 
 MAX_NODES = 256
 
-SMALLEST_TILE = 16
-"""Fewest rows (nodes times query heads of a KV head) of a tile of the kernel; each tile has a counter."""
-
 
 def tree_attention(
     q: Tensor,
@@ -32,7 +29,6 @@ def tree_attention(
     scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
-    counters: Tensor | None = None,
     slots: Tensor | None = None,
 ) -> Tensor:
     """Attend from N tree nodes per batch row (the paper's tree attention, section 2.1.2) over cached keys and values.
@@ -54,9 +50,6 @@ def tree_attention(
         window: sliding window: a node at position p sees keys at positions above `p - window` only. The position of a
             node is `cache_lens[b]` plus its depth, which is the size of its ancestor set less one. None: no window.
         softcap: scores become `softcap * tanh(scores / softcap)`. None: no cap.
-        counters: int32, contiguous, zeros, at least `B * Hq * ceil(N / 16)` of them (see `attention_counters`). They
-            save a GPU one launch, are changed during the call and zero again after it. Two calls that may run at the
-            same time must not share them. The result is the same without them.
         slots: int32 `[B]`, which sequence of the caches belongs to each batch row. None: sequence b to row b.
 
     Returns:
@@ -84,34 +77,13 @@ def tree_attention(
     _checks.typed("ancestors", ancestors, shape, torch.int64, "q", q)
     _checks.require(window is None or window >= 1, "window", "None or at least 1", window)
     _checks.require(softcap is None or softcap > 0, "softcap", "None or more than 0", softcap)
-    if counters is not None:
-        _checks.dtype("counters", counters, torch.int32)
-        _checks.same_device("counters", counters, "q", q)
-        _checks.contiguous("counters", counters)
-        needed = batch * _most_tiles(nodes, heads)
-        _checks.require(counters.numel() >= needed, "counters", f"at least {needed} numbers", counters.numel())
     return torch.ops.medusa_kernels.tree_attention.default(
-        q, k_cache, v_cache, cache_lens, ancestors, scale=scale, window=window, softcap=softcap, counters=counters,
-        slots=slots,
-    )  # fmt: skip
-
-
-def attention_counters(batch: int, heads: int, device: torch.device) -> Tensor:
-    """Return counters for `tree_attention` with up to 256 nodes: int32 zeros `[B, Hq * 16]`.
-
-    Those of neighbouring batch rows are counters for these rows. On a CPU nothing reads them, but torch.compile's
-    Inductor cannot compile the op without them there (PyTorch 2.13).
-    """
-    return torch.zeros(batch, _most_tiles(MAX_NODES, heads), dtype=torch.int32, device=device)
-
-
-def _most_tiles(nodes: int, heads: int) -> int:
-    """Return how many tiles of one batch row there can be."""
-    return heads * -(-nodes // SMALLEST_TILE)
+        q, k_cache, v_cache, cache_lens, ancestors, scale=scale, window=window, softcap=softcap, slots=slots
+    )
 
 
 def _sdpa(
-    q, k_cache, v_cache, cache_lens, ancestors, *, scale=None, window=None, softcap=None, counters=None, slots=None
+    q, k_cache, v_cache, cache_lens, ancestors, *, scale=None, window=None, softcap=None, slots=None
 ):  # fmt: skip
     """Run the op on the CPU, where reading the lengths is free: attend to a slice of the valid rows only."""
     nodes = q.shape[1]
@@ -216,5 +188,4 @@ register(
     lambda a: a.q.new_empty(a.q.shape),
     cpu=triton_or("tree_attention", "sdpa", _sdpa, _WHY),
     cuda=triton_or("tree_attention", "reference", reference.tree_attention),
-    mutates=["counters"],
 )

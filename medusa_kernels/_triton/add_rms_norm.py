@@ -8,7 +8,7 @@ import triton.language as tl
 
 from medusa_kernels._triton import launch
 from medusa_kernels._triton.decode_linear import as_rows
-from medusa_kernels._triton.programmatic import at_once, launch_options, programmatic
+from medusa_kernels._triton.programmatic import launch_options, programmatic
 
 
 def configuration(size: int) -> launch.Warps:
@@ -49,7 +49,7 @@ def _normed(b_x, b_weight, size, eps, OFFSET: tl.constexpr):
 def _add_rms_norm_kernel(
     x, delta, weight, delta_norm, total, normed,
     rows, size, stride_x_m, stride_delta_m, eps,
-    PARTS: tl.constexpr, OFFSET: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr, BLOCK_H: tl.constexpr,
+    PARTS: tl.constexpr, OFFSET: tl.constexpr, PDL: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Compute s = x + delta and weight * (s / sqrt(mean(s^2) + eps)) for one row.
 
@@ -62,11 +62,8 @@ def _add_rms_norm_kernel(
     o_h = tl.arange(0, BLOCK_H)
     m_h = o_h < size
     if PDL:
-        if EARLY:
-            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-        if not EARLY:
-            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_launch_dependents()
     if weight is not None:
         # [BLOCK_H]
         b_weight = tl.load(weight + o_h, mask=m_h, other=0.0)
@@ -105,7 +102,7 @@ def add_rms_norm(x, delta, weight, eps, *, delta_norm=None, norm_offset=None):
             flat, added, *(None if w is None else w.contiguous() for w in (weight, delta_norm)), total, normed,
             rows, size, flat.stride(0), added.stride(0), eps,
             PARTS=0 if delta is None else added.shape[0] // rows, OFFSET=norm_offset, PDL=pdl,
-            EARLY=pdl and at_once(launch.describe(x.device), rows), BLOCK_H=triton.next_power_of_2(size),
+            BLOCK_H=triton.next_power_of_2(size),
             num_warps=config.num_warps, num_stages=config.num_stages, **options(delta_norm is not None),
             **launch_options(pdl),
         )  # fmt: skip

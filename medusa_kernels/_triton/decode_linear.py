@@ -17,11 +17,11 @@ import triton.language as tl
 from torch import Tensor
 
 from medusa_kernels import quantised
-from medusa_kernels._triton import launch, streaming
-from medusa_kernels._triton.decode_linear_configs import Config, best_parts, configuration, programs, scales_weights
+from medusa_kernels._triton import launch
+from medusa_kernels._triton.decode_linear_configs import Config, best_parts, configuration, scales_weights
 from medusa_kernels._triton.four_bits import decode_codes
-from medusa_kernels._triton.programmatic import at_once, launch_options, programmatic
-from medusa_kernels._triton.streaming import decode_e4m3, decode_int8, dot_accumulate, prefetch_rows
+from medusa_kernels._triton.programmatic import launch_options, programmatic
+from medusa_kernels._triton.streaming import decode_e4m3, decode_int8, dot_accumulate
 from medusa_kernels.decode_linear import MOST_ROWS, MOST_WEIGHTS, with_linear
 
 VECTOR = 16
@@ -139,8 +139,8 @@ def _decode_linear_kernel(
     rows, size, groups, features_0, features_1, features_2,
     stride_x_m, stride_w0_n, stride_w1_n, stride_w2_n, stride_residual_m,
     COUNT: tl.constexpr, PARTS: tl.constexpr, GATE: tl.constexpr, GELU: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_RESIDUAL: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
-    PREFETCH: tl.constexpr, FORM: tl.constexpr, GROUP: tl.constexpr, ON_WEIGHTS: tl.constexpr, HAS_ZERO: tl.constexpr,
+    HAS_RESIDUAL: tl.constexpr, EVEN_K: tl.constexpr, SWAP: tl.constexpr, PDL: tl.constexpr,
+    FORM: tl.constexpr, GROUP: tl.constexpr, ON_WEIGHTS: tl.constexpr, HAS_ZERO: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute (x W^T + b) factor for BLOCK_N rows of one weight; gated, act(x Wg^T + bg) (x Wu^T + bu).
@@ -149,7 +149,6 @@ def _decode_linear_kernel(
     [PARTS, M, sum of N_i] (gated: [1, M, N]), which is contiguous. Products are accumulated in fp32; bias, factor
     (None: 1), residual and gate (SiLU or GELU) are fp32 too, and the result is rounded once. Of several PARTS each is
     the product over its share of the columns; the bias is in the first.
-    PREFETCH: bytes of each row of a weight to load into the L2 before anything is computed.
 
     FORM "": weights in the dtype of x, without s0 to s2 and z0 to z2, which are None. Else a form of
     `medusa_kernels.quantised`: int8 or e4m3 (bytes), with s0 to s2 [N_i], or a kind of 4-bit codes, [N_i, K / 2], with
@@ -179,7 +178,7 @@ def _decode_linear_kernel(
     o_m, o_k = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K)
     o_j = tl.arange(0, BLOCK_K // COLUMNS)
     o_n = i_t * BLOCK_N + tl.arange(0, BLOCK_N)
-    m_m, m_n = o_m < rows, o_n < features
+    m_m = o_m < rows
     # Past the last row of a weight read the last row again, so that the loop needs no mask for rows.
     o_row = tl.minimum(o_n, features - 1).to(tl.int64)
     p_x = x + o_m.to(tl.int64)[:, None] * stride_x_m + o_k[None, :]
@@ -193,12 +192,6 @@ def _decode_linear_kernel(
         steps = tl.cdiv(size, BLOCK_K)
         begin, end = i_s * steps // PARTS * BLOCK_K, tl.minimum((i_s + 1) * steps // PARTS * BLOCK_K, size)
     if PDL:
-        if EARLY:
-            tl.extra.cuda.gdc_launch_dependents()
-        if PREFETCH > 0:
-            prefetch_rows(w + o_row * stride_w_n + begin // COLUMNS, m_n, PREFETCH)
-            if GATE:
-                prefetch_rows(w1 + o_row * stride_w1_n + begin // COLUMNS, m_n, PREFETCH)
         tl.extra.cuda.gdc_wait()
     b_acc = tl.zeros((BLOCK_N, BLOCK_M) if SWAP else (BLOCK_M, BLOCK_N), tl.float32)
     b_acc_u, b_comp, b_comp_u = b_acc, b_acc, b_acc
@@ -238,7 +231,7 @@ def _decode_linear_kernel(
                 b_s_u, b_z_u = _scales(p_s_u, p_z_u, i_g, HAS_ZERO)
         if FOUR_BITS:
             b_s, b_z = b_s_next, b_z_next
-    if PDL and not EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     if FORM != "" and not FOUR_BITS:
         # Decoding made 1/256 of e4m3.
@@ -273,7 +266,6 @@ def decode_linear(
         weights = [weight.view(torch.uint8) for weight in weights]
     strides = [flat.stride(0), *(weight.stride(0) for weight in weights)]
     vectors = all(number % VECTOR == 0 for number in (size, *strides))
-    aligned = all(weight.data_ptr() % 16 == 0 for weight in weights)
     device = launch.describe(x.device)
     config = configuration(
         device, x.dtype, rows, sum(features), size, gate, vectors=vectors or bits > 0, parts=parts, bits=bits,
@@ -281,7 +273,7 @@ def decode_linear(
     )  # fmt: skip
     has_bias = biases is not None and any(bias is not None for bias in biases)
     unused = MOST_WEIGHTS - len(weights)
-    pdl, held = programmatic(x.device), programs(config, device, x.dtype, gate, bits)
+    pdl = programmatic(x.device)
     stored: list[Any] = [None] * (2 * MOST_WEIGHTS)
     form = ""
     if scales is not None:
@@ -300,8 +292,7 @@ def decode_linear(
             *strides, *[0] * unused, added.stride(0),
             COUNT=len(weights), PARTS=parts, GATE=gate, GELU=activation == "gelu_tanh", HAS_BIAS=has_bias,
             HAS_RESIDUAL=residual is not None, EVEN_K=size % config.block_k == 0, SWAP=config.swap,
-            PDL=pdl, EARLY=pdl and at_once(device, grid, held),
-            PREFETCH=prefetched(config, x.dtype, size, parts, bits) if pdl and vectors and aligned else 0,
+            PDL=pdl,
             **form_constants(form, x.dtype, group, zeros is not None),
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
             num_warps=config.num_warps, num_stages=config.num_stages, **options(device, config, gate),
@@ -323,16 +314,6 @@ def options(device: launch.Device, config: Config, gate: bool) -> dict[str, Any]
     """
     large = config.block_n == 64 and (gate or config.block_m == MOST_ROWS)
     return launch.OPTIONS | ({"maxnreg": 255} if large and device.capability >= (10, 0) else {})
-
-
-def prefetched(config: Config, dtype: torch.dtype, size: int, parts: int, bits: int = 0) -> int:
-    """Return how many bytes of a row are loaded ahead: as many as the pipeline loads, of the shortest part at most."""
-    if not streaming.PREFETCH_WEIGHTS:
-        return 0
-    shortest = -(-size // config.block_k) // parts * config.block_k - -size % config.block_k
-    return (
-        max(0, min((config.num_stages - 1) * config.block_k, shortest)) * (bits or 8 * dtype.itemsize) // 8 // 16 * 16
-    )
 
 
 def linear_parts(x: Tensor, out_features: int, weight: Tensor | None = None, scale: Tensor | None = None) -> int:

@@ -13,8 +13,10 @@ import triton
 from medusa_kernels._triton.launch import Device
 from medusa_kernels.decode_linear import MOST_ROWS
 
-SPLIT_K = True
-"""Whether `best_parts` divides the columns of weights at all."""
+MOST_DIVIDED = 16
+"""Most rows of x for which Hopper divides the columns of 16-bit weights, unless whole ones leave too much idle. On an
+H200 that makes whole steps 1 % faster with 1 and 16 rows, and 1 to 2 % slower with 64: the norms that add the parts up
+cost more than the projections gain."""
 
 MOST_PARTS = 6
 MOST_IDLE = 1 / 3
@@ -26,7 +28,7 @@ THREADS = 1536
 """Threads that a multiprocessor of any supported GPU runs at once."""
 
 SHARED_BY_TWO = 112 * 1024
-"""Shared memory of a program that leaves room for one of the next kernel, which starts early, on a multiprocessor."""
+"""Most shared memory of a program that lets two share a multiprocessor."""
 
 
 @dataclass(frozen=True)
@@ -91,8 +93,7 @@ def configuration(
 
     if bits:
         return min(stored_choices(device, dtype, m, gate, bits, group), key=rank)
-    config = min(choices(device, dtype, m, gate), key=rank)
-    return replace(config, num_warps=2) if TWO_WARPS and m == 16 and device.capability < (9, 0) else config
+    return min(choices(device, dtype, m, gate), key=rank)
 
 
 def scales_weights(dtype: torch.dtype, group: int) -> bool:
@@ -100,6 +101,7 @@ def scales_weights(dtype: torch.dtype, group: int) -> bool:
     return group > 0 and (dtype == torch.float32 or group % 32 != 0)
 
 
+@functools.cache
 def best_parts(
     device: Device, dtype: torch.dtype, rows: int, out_features: int, in_features: int, bits: int = 0, group: int = 0
 ) -> int:
@@ -107,16 +109,9 @@ def best_parts(
 
     fp32 products are sums of short chains already, and are not divided.
     """
-    if not SPLIT_K or dtype == torch.float32 or rows > MOST_ROWS:
+    if dtype == torch.float32 or rows > MOST_ROWS:
         return 1
-    return _best_parts(device, dtype, rows, out_features, in_features, bits, group, needed_in_flight(device))
 
-
-@functools.cache
-def _best_parts(
-    device: Device, dtype: torch.dtype, rows: int, out_features: int, in_features: int, bits: int, group: int, _: float
-) -> int:
-    # The last argument is a setting that `_time` reads: what is remembered must not outlive it.
     def time(parts: int) -> float:
         config = configuration(
             device, dtype, rows, out_features, in_features, False, parts=parts, bits=bits, group=group
@@ -128,6 +123,8 @@ def _best_parts(
         sums = parts * rows * out_features * 32 / (in_features * (bits or 8 * dtype.itemsize)) if parts > 1 else 0
         return _time(config, device, dtype, out_features, in_features, False, parts, bits) + sums
 
+    if rows > MOST_DIVIDED and device.hopper and not bits and math.isfinite(time(1)):
+        return 1
     times = [time(parts) for parts in range(1, MOST_PARTS + 1)]
     return next(parts for parts, one in enumerate(times, 1) if one <= GOOD_ENOUGH * min(times))
 
@@ -149,36 +146,12 @@ def _on_hopper(device: Device, m: int, out_features: int, gate: bool) -> Config:
     return Config(False, m, 128, 64, 4, 5)
 
 
-IN_FLIGHT: float | None = 16 * 1024
-"""Bytes of weights in flight to each multiprocessor that keep the memory busy: what it delivers within its latency.
-None: the device's own, see `CALCULATED_IN_FLIGHT`."""
-
-CALCULATED_IN_FLIGHT = {
-    (8, 0): 1935e9 / 108,
-    (8, 6): 768e9 / 84,
-    (8, 9): 864e9 / 142,
-    (9, 0): 3350e9 / 132,
-    (10, 0): 8000e9 / 148,
-    (12, 0): 1792e9 / 170,
-}
-"""Bytes per second and multiprocessor of an A100, A6000, L40S, H100, B200 and RTX 5090, by data sheet."""
-
-LATENCY = 0.6e-6
-"""Seconds that the memory takes to answer, estimated."""
-
-TWO_WARPS = False
-"""Whether 16 rows of x get 2 warps instead of 4 on GPUs before Hopper. The results have the same bits."""
+IN_FLIGHT = 16 * 1024
+"""Bytes of weights in flight to each multiprocessor that keep the memory busy: what it delivers within its latency."""
 
 PULL = 2.3
 """Most that a multiprocessor can load, activations included, as a multiple of its even share of the bandwidth. 75 KB/us
 of 33 explain what 64 rows cost on an H200; for other GPUs it is a guess."""
-
-
-def needed_in_flight(device: Device) -> float:
-    """Return the bytes in flight to each multiprocessor that keep a device's memory busy."""
-    if IN_FLIGHT is not None:
-        return IN_FLIGHT
-    return LATENCY * CALCULATED_IN_FLIGHT.get(device.capability, CALCULATED_IN_FLIGHT[9, 0])
 
 
 def choices(device: Device, dtype: torch.dtype, m: int, gate: bool) -> list[Config]:
@@ -255,12 +228,11 @@ def _time(
     weights, count = config.block_n * (1 + gate), device.multiprocessors
     stored = bits / 8 or dtype.itemsize
     in_flight = (config.num_stages - 1) * weights * config.block_k * stored
-    needed = needed_in_flight(device)
-    latency = count * needed / (in_features * stored)
+    latency = count * IN_FLIGHT / (in_features * stored)
 
     def wave(held: int) -> float:
         busiest = -(-held // count) * (weights + config.block_m * dtype.itemsize / stored)
-        return latency + max(held * weights, busiest * count / PULL, count * needed / in_flight * weights) / parts
+        return latency + max(held * weights, busiest * count / PULL, count * IN_FLIGHT / in_flight * weights) / parts
 
     at_once = count * programs(config, device, dtype, gate, bits)
     waves, rest = divmod(-(-out_features // weights) * parts, at_once)

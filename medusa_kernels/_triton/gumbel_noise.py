@@ -9,7 +9,7 @@ import triton.language as tl
 
 from medusa_kernels._registry import interpreted
 from medusa_kernels._triton import launch
-from medusa_kernels._triton.programmatic import at_once, launch_options, programmatic
+from medusa_kernels._triton.programmatic import launch_options, programmatic
 
 WARPS = launch.Warps(num_warps=4, num_stages=1)
 COUNTERS = 256
@@ -17,9 +17,7 @@ COUNTERS = 256
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _gumbel_noise_kernel(
-    seeds, first, out, rows, vocabulary, PDL: tl.constexpr, EARLY: tl.constexpr, COUNTERS: tl.constexpr
-):
+def _gumbel_noise_kernel(seeds, first, out, rows, vocabulary, PDL: tl.constexpr, COUNTERS: tl.constexpr):
     """Compute -log(-log(1 - v)) for one row of out [B, R, V], with v = min((x + 1/2) / 2^32, 1 - 2^-24).
 
     The random bits x are word token % 4 of Philox4x32-10 for the counter (token // 4, place, 0, 0) and the key seeds
@@ -27,13 +25,11 @@ def _gumbel_noise_kernel(
     """
     i_row, i_piece = tl.program_id(0), tl.program_id(1)
     if PDL:
-        if EARLY:
-            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     seed = tl.load(seeds + i_row // rows)
     place = (tl.load(first + i_row // rows) + i_row % rows).to(tl.int32)
     o_block = i_piece * COUNTERS + tl.arange(0, COUNTERS)
-    if PDL and not EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     zero = tl.zeros_like(o_block)
     b_0, b_1, b_2, b_3 = tl.philox(seed, o_block, zero + place, zero, zero)
@@ -56,7 +52,7 @@ def gumbel_noise(seeds, first, rows, vocabulary):
     with launch.on_device(seeds):
         _gumbel_noise_kernel[grid](
             seeds.contiguous(), first.contiguous(), out, rows, vocabulary,
-            PDL=pdl, EARLY=pdl and at_once(launch.describe(seeds.device), grid[0] * grid[1]),
+            PDL=pdl,
             COUNTERS=counters, num_warps=WARPS.num_warps, num_stages=WARPS.num_stages, **launch.OPTIONS,
             **launch_options(pdl),
         )  # fmt: skip

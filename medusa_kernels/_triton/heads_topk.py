@@ -15,7 +15,7 @@ from torch import Tensor
 
 from medusa_kernels._triton.heads_topk_configs import configuration
 from medusa_kernels._triton.launch import Device, Warps, describe, on_device
-from medusa_kernels._triton.programmatic import at_once, launch_options, programmatic
+from medusa_kernels._triton.programmatic import launch_options, programmatic
 from medusa_kernels._triton.quantised_product import (
     constants,
     decodes_bytes,
@@ -30,11 +30,9 @@ from medusa_kernels._triton.streaming import (
     narrowed,
     number_of,
     ordered,
-    prefetch_rows,
     product,
     shares,
     unit,
-    waiting,
     wide,
 )
 from medusa_kernels._triton.topk import NO_KEY, NO_ORDER, empty_topk, merge_topk, merge_topk_of_tile
@@ -54,15 +52,13 @@ def residual_kernel(
     batch, heads, size, columns, stride_x_b, stride_x_k, stride_hidden_b, stride_hidden_k, stride_w1_k, stride_w1_r,
     stride_b1_k, tiles, step,
     UNIT: tl.constexpr, EVEN: tl.constexpr, HAS_BIAS: tl.constexpr, ACTIVATE: tl.constexpr,
-    PDL: tl.constexpr, EARLY: tl.constexpr, PREFETCH: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Compute h + SiLU(W1 x + b1) for BLOCK_M rows and one program's share of the rows of one head's W1.
 
     hidden (h) [B, H] or [B, K, H], x likewise with R instead of H, w1 [K, H, R] and b1 [K, H] give states [B, K, H];
     without ACTIVATE h + W1 x + b1. Everything is fp32 until the one rounding to the dtype of the states, which may be
-    fp16 instead of bf16. Sizes (H and R, the columns) and strides come in units of UNIT elements. PREFETCH: bytes of
-    each row of the first tile to load into the L2 while the previous kernel runs.
+    fp16 instead of bf16. Sizes (H and R, the columns) and strides come in units of UNIT elements.
     """
     i_m, i_p, i_k = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     programs = tl.num_programs(1)
@@ -73,12 +69,6 @@ def residual_kernel(
     p_a = x + i_k * stride_x_k * UNIT + o_m.to(tl.int64) * (stride_x_b * UNIT)
     p_h = hidden + i_k * stride_hidden_k * UNIT + o_m.to(tl.int64) * (stride_hidden_b * UNIT)
     if PDL:
-        if EARLY:
-            tl.extra.cuda.gdc_launch_dependents()
-        if PREFETCH > 0:
-            o_r = i_p * step + o_v
-            p_w = w1 + i_k * stride_w1_k * UNIT + o_r.to(tl.int64) * (stride_w1_r * UNIT)
-            prefetch_rows(p_w, (o_v < step) & (o_r < size), PREFETCH)
         tl.extra.cuda.gdc_wait()
     for tile in range(tiles):
         first = (tile * programs + i_p) * step
@@ -99,7 +89,7 @@ def residual_kernel(
             b_state = tl.where(tl.abs(b_state) < float("inf"), tl.clamp(b_state, -65504.0, 65504.0), b_state)
         p_state = states + (o_m.to(tl.int64)[:, None] * heads + i_k) * size + o_r[None, :]
         tl.store(p_state, b_state.to(states.dtype.element_ty), mask=m_state)
-    if PDL and not EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
@@ -110,8 +100,7 @@ def vocabulary_kernel(
     stride_noise_k, tiles, step, inverse_temperature,
     UNIT: tl.constexpr, EVEN: tl.constexpr, DECODE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_ZERO: tl.constexpr,
     GROUP: tl.constexpr, GATHER: tl.constexpr, HAS_MAP: tl.constexpr, HAS_NOISE: tl.constexpr,
-    PDL: tl.constexpr, EARLY: tl.constexpr, PREFETCH: tl.constexpr,
-    K: tl.constexpr, PLACES: tl.constexpr,
+    PDL: tl.constexpr, K: tl.constexpr, PLACES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
     SOFTCAP: tl.constexpr = None,
 ):  # fmt: skip
@@ -122,7 +111,7 @@ def vocabulary_kernel(
     one group whose rows are all states. Row r of group g is state r * G + g. GATHER: token_map names the V rows of W2.
     State b * heads + j takes row j of noise [B, .., ids]; with a token_map (HAS_MAP) it names the ids. W2 s is the fp32
     accumulator, which is not rounded; with a SOFTCAP c it becomes c tanh(W2 s / c). DECODE to GROUP, and what they make
-    of states and the size, are as in `quantised_product`. PREFETCH: as in `residual_kernel`.
+    of states and the size, are as in `quantised_product`.
     """
     i_m, i_p, i_g = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     programs = tl.num_programs(1)
@@ -138,11 +127,6 @@ def vocabulary_kernel(
     b_sum = tl.zeros((BLOCK_M,), tl.float32)
     p_group = w2 + i_g * stride_w2_g * UNIT
     if PDL:
-        if EARLY:
-            tl.extra.cuda.gdc_launch_dependents()
-        if PREFETCH > 0:
-            m_v = (o_v < step) & (i_p * step + o_v < vocabulary)
-            prefetch_rows(p_group + (i_p * step + o_v).to(tl.int64) * (stride_w2_v * UNIT), m_v, PREFETCH)
         tl.extra.cuda.gdc_wait()
     for tile in range(tiles):
         first = (tile * programs + i_p) * step
@@ -175,7 +159,7 @@ def vocabulary_kernel(
         b_high = tl.maximum(b_peak, tl.max(b_x, 1))
         b_sum = b_sum * tl.exp(b_peak - b_high) + tl.sum(tl.exp(b_x - b_high[:, None]), 1)
         b_peak = b_high
-    if PDL and not EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     o_part = o_state * programs + i_p
     tl.store(peaks + o_part, b_peak, mask=m_m)
@@ -187,7 +171,7 @@ def vocabulary_kernel(
 @triton.jit(do_not_specialize=["programs"])
 def merge_kernel(
     keys, peaks, sums, token_map, logprobs, tokens, programs,
-    HAS_MAP: tl.constexpr, K: tl.constexpr, PLACES: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    HAS_MAP: tl.constexpr, K: tl.constexpr, PLACES: tl.constexpr, PDL: tl.constexpr,
     BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Merge the shares of one row: log-probability x - (m + log sum exp(x - m)) and token of its top K, best first.
@@ -198,8 +182,6 @@ def merge_kernel(
     i_row = tl.program_id(0).to(tl.int64)
     o_p = tl.arange(0, BLOCK_P)
     if PDL:
-        if EARLY:
-            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     # [BLOCK_P]
     b_peaks = tl.load(peaks + i_row * programs + o_p, mask=o_p < programs, other=-float("inf"))
@@ -223,7 +205,7 @@ def merge_kernel(
     if HAS_MAP:
         # [PLACES]
         b_token = tl.load(token_map + b_token, mask=m_place, other=0)
-    if PDL and not EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     tl.store(logprobs + i_row * K + b_rank, number_of(b_topk) - b_logsumexp, mask=m_place)
     tl.store(tokens + i_row * K + b_rank, b_token, mask=m_place)
@@ -294,7 +276,7 @@ def _states(
         batch, heads, size // elements, columns // elements, *(stride // elements for stride in strides),
         bias.stride(0), share.tiles, share.step,
         UNIT=elements, EVEN=columns % config.block_k == 0, HAS_BIAS=b1 is not None, ACTIVATE=activate,
-        **waiting(device, config, tiles * share.programs * heads, w1, elements, pdl),
+        PDL=pdl,
         **config.blocks(), num_warps=config.num_warps, num_stages=config.num_stages, **OPTIONS,
         **launch_options(pdl),
     )  # fmt: skip
@@ -339,7 +321,7 @@ def _top_k(
         **stored, GATHER=gather, HAS_MAP=token_map is not None,
         HAS_NOISE=noise is not None, K=k, PLACES=places, SOFTCAP=softcap,
         # The rows to gather are known only from the map, which the kernel before may have written.
-        **waiting(device, config, tiles * share.programs * groups, w2, elements, pdl, ahead=not gather),
+        PDL=pdl,
         **config.blocks(), num_warps=config.num_warps, num_stages=config.num_stages, **OPTIONS,
         **launch_options(pdl),
     )  # fmt: skip
@@ -347,7 +329,7 @@ def _top_k(
     tokens = keys.new_empty(batch, heads, k)
     merge_kernel[(batch * heads,)](
         keys, peaks, sums, ids, logprobs, tokens, share.programs,
-        HAS_MAP=token_map is not None, K=k, PLACES=places, PDL=pdl, EARLY=pdl and at_once(device, batch * heads),
+        HAS_MAP=token_map is not None, K=k, PLACES=places, PDL=pdl,
         **merge_blocks(share.programs, k), num_warps=MERGE.num_warps, num_stages=MERGE.num_stages, **OPTIONS,
         **launch_options(pdl),
     )  # fmt: skip

@@ -2,12 +2,9 @@
 
 Such a kernel runs `gdc_wait` before it reads results of earlier kernels and before it stores anything. That returns
 when the kernel before it, which waited likewise, is complete and its writes are visible, so the order of writes and
-reads in a stream does not change. Before it, weights may be prefetched into the L2, where a write of an earlier kernel
-would still reach them.
-
-`gdc_launch_dependents` lets the next kernel start when every program has run it. A kernel whose programs all run at
-once (`at_once`) does so first. Others do so after their last load: programs of the next kernel would take the room of
-their own that have not started.
+reads in a stream does not change. `gdc_launch_dependents` lets the next kernel start when every program has run it,
+after its last load: programs of the next kernel would take the room of those that have not started. On an H200 kernels
+that let it start at once, and prefetched weights while they waited, made whole steps slower (docs/results.md).
 """
 
 from __future__ import annotations
@@ -23,9 +20,6 @@ from medusa_kernels._triton.launch import Device, describe
 
 PROGRAMMATIC_LAUNCH = True
 """Whether to use it if the device and Triton can."""
-
-START_EARLY = True
-"""Whether kernels that run at once let the next one start before they wait themselves."""
 
 LOWEST_CAPABILITY = (9, 0)
 
@@ -51,11 +45,6 @@ def _in_triton() -> bool:
         return False
     known = {field.name for field in dataclasses.fields(CUDAOptions)}
     return "launch_pdl" in known and hasattr(tl.extra.cuda, "gdc_wait")
-
-
-def at_once(device: Device, programs: int, per_multiprocessor: int = 1) -> bool:
-    """Return whether a device runs all programs of a launch at once, so that the next kernel may start early."""
-    return START_EARLY and programs <= device.multiprocessors * per_multiprocessor
 
 
 def launch_options(pdl: bool) -> dict[str, bool]:

@@ -15,14 +15,11 @@ import triton.language as tl
 
 from medusa_kernels._triton import launch
 from medusa_kernels._triton.add_rms_norm import weighted
-from medusa_kernels._triton.programmatic import at_once, launch_options, programmatic
+from medusa_kernels._triton.programmatic import launch_options, programmatic
 from medusa_kernels._triton.rope_append_configs import configuration
 
 OPTIONS = launch.OPTIONS | {"enable_fp_fusion": False}
 """Compiler options of every launch. A fused product and sum would be rounded once, where PyTorch rounds twice."""
-
-PER_MULTIPROCESSOR = 8
-"""Programs that share a multiprocessor at least: two warps each, and no shared memory to speak of."""
 
 # Strides of small index tensors, which change with the tree.
 _UNSPECIALISED = ("stride_cache_lens_b", "stride_depths_b", "stride_depths_n")
@@ -144,7 +141,7 @@ def _rope_append_kernel(
     STRIDE_K_CACHE_D: tl.constexpr, STRIDE_V_CACHE_D: tl.constexpr,
     D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, ROWS: tl.constexpr, PARTS: tl.constexpr,
     HAS_NORM: tl.constexpr, OFFSET: tl.constexpr, HAS_SLOTS: tl.constexpr,
-    EIGHT_BITS: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    EIGHT_BITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute x cos(p) + rotate_half(x) sin(p) for ROWS heads of q or k, or copy ROWS heads of v.
 
@@ -156,11 +153,8 @@ def _rope_append_kernel(
     first x / sqrt(mean(x^2) + eps) times the weight, rounded as by `weighted`.
     """
     if PDL:
-        if EARLY:
-            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-        if not EARLY:
-            tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_launch_dependents()
     # The programs of a batch row: tiles of all nodes' query heads, then of their key heads, then of their value heads.
     i_t, i_b = tl.program_id(0), tl.program_id(1).to(tl.int64)
     q_tiles, kv_tiles = tl.cdiv(nodes * heads, ROWS), tl.cdiv(nodes * kv_heads, ROWS)
@@ -252,7 +246,7 @@ def rope_append(
             *(t.stride(-1) for t in (q, k, v, cos, sin, k_cache, v_cache)),
             head_dim, cos.shape[-1], triton.next_power_of_2(head_dim // 2), config.rows, parts, q_norm is not None,
             norm_offset, slots is not None, k_cache.dtype == torch.int8,
-            pdl, pdl and at_once(launch.describe(q.device), tiles * batch, PER_MULTIPROCESSOR),
+            pdl,
             num_warps=config.num_warps, num_stages=config.num_stages, **OPTIONS, **launch_options(pdl),
         )  # fmt: skip
     return out

@@ -8,16 +8,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from medusa_kernels._registry import interpreted
 from medusa_kernels._triton import launch
-from medusa_kernels._triton.programmatic import at_once
 
 OPTIONS = launch.OPTIONS | {"maxnreg": 255}
 """Compiler options of every launch. Without the limit, the assembler spills registers to fit more programs on a
@@ -25,9 +22,6 @@ multiprocessor than its shared memory holds."""
 
 LOWEST_ROWS = 16
 """Fewest weight rows worth a program."""
-
-PREFETCH_WEIGHTS = True
-"""Whether kernels that are launched programmatically prefetch weights while the kernel before them ends."""
 
 NARROW_TILES = True
 """Whether the heads' tiles have fewer rows if each program has few, as with a trimmed vocabulary."""
@@ -101,67 +95,9 @@ def wide(elements: int, *dtypes: torch.dtype) -> bool:
     return all(elements * dtype.itemsize >= min(16, 8 * dtype.itemsize) for dtype in dtypes)
 
 
-def prefetch_bytes(weight: Tensor, elements: int, columns: int, pdl: bool) -> int:
-    """Return how many bytes of each weight row a program may prefetch, for its first `columns` columns; 0 for none.
-
-    The rows' size and strides are multiples of `elements`. The instruction takes multiples of 16 bytes at addresses
-    that are multiples of 16. `pdl`: whether the launch is programmatic; otherwise there is nothing to wait for.
-    """
-    if not pdl or not PREFETCH_WEIGHTS or elements * weight.itemsize % 16 or weight.data_ptr() % 16:
-        return 0
-    return min(columns, weight.shape[-1]) * weight.itemsize
-
-
-def waiting(
-    device: launch.Device,
-    config: Config,
-    programs: int,
-    weight: Tensor,
-    elements: int,
-    pdl: bool,
-    *,
-    ahead: bool = True,
-) -> dict[str, Any]:
-    """Return the constants of a kernel of `programs` programs that say what it does before it waits.
-
-    `ahead`: whether the weight's addresses are known by then.
-    """
-    # As much as the pipeline loads first; a byte of 4-bit codes has two columns.
-    columns = (config.num_stages - 1) * config.block_k // (2 if weight.dtype == torch.uint8 else 1)
-    return {
-        "PDL": pdl,
-        "EARLY": pdl and at_once(device, programs, config.programs),
-        "PREFETCH": prefetch_bytes(weight, elements, columns, pdl and ahead),
-    }
-
-
 def interpreted_config(rows: int) -> Config:
     """Return a configuration for Triton's interpreter, in which an operation costs the same for any tile size."""
     return Config(min(128, max(16, triton.next_power_of_2(rows))), 256, 128, 4, 1, 1)
-
-
-@triton.jit
-def prefetch_rows(p_rows, m_rows, BYTES: tl.constexpr):
-    """Prefetch the first BYTES bytes of weight rows into the L2, from sm_90 on.
-
-    p_rows [rows] points at the first elements, m_rows masks them. Nothing waits for the bytes. BYTES and the addresses
-    are multiples of 16 (see `prefetch_bytes`), and a row has at least BYTES bytes.
-    """
-    tl.inline_asm_elementwise(
-        """
-        {
-            .reg .pred wanted;
-            setp.ne.s32 wanted, $2, 0;
-            @wanted cp.async.bulk.prefetch.L2.global [$1], $3;
-            mov.u32 $0, 0;
-        }
-        """,
-        "=r,l,r,r",
-        [p_rows, m_rows.to(tl.int32), BYTES],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 COMPILED = tl.constexpr(not interpreted())

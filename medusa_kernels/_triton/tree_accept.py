@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from medusa_kernels._triton import launch
-from medusa_kernels._triton.programmatic import at_once, launch_options, programmatic
+from medusa_kernels._triton.programmatic import launch_options, programmatic
 
 WARPS = launch.Warps(num_warps=4, num_stages=1)
 
@@ -41,7 +41,7 @@ def _tree_accept_kernel(
     tokens, next_tokens, hidden, depths, paths, eos, max_new, step,
     lengths, root, state_hidden, output, count, finished, log, path, accept_lens, old_lengths, check, report,
     nodes, path_len, ends, size, width, log_width, report_width, stride_depths_b, stride_paths_b,
-    HAS_REPORT: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    HAS_REPORT: tl.constexpr, PDL: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_P: tl.constexpr, PLACES: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """Accept the deepest node whose path has tokens[node] == next_tokens[parent] throughout, for one row.
@@ -53,8 +53,6 @@ def _tree_accept_kernel(
     """
     i_b = tl.program_id(0).to(tl.int64)
     if PDL:
-        if EARLY:
-            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     length, emitted = tl.load(lengths + i_b), tl.load(count + i_b)
     had_ended, room = tl.load(finished + i_b) != 0, tl.load(max_new + i_b) - emitted
@@ -125,7 +123,7 @@ def _tree_accept_kernel(
         m_h = o_h < size
         # [BLOCK_H]
         tl.store(state_hidden + i_b * size + o_h, tl.load(p_hidden + o_h, mask=m_h), mask=m_h)
-    if PDL and not EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
@@ -147,7 +145,7 @@ def tree_accept(
                 nodes, path_len, eos.numel(), size, output.shape[1], log.shape[1],
                 0 if report is None else report.shape[1],
                 nodes if depths.dim() == 2 else 0, nodes * path_len if paths.dim() == 3 else 0,
-                HAS_REPORT=report is not None, PDL=pdl, EARLY=pdl and at_once(launch.describe(tokens.device), batch),
+                HAS_REPORT=report is not None, PDL=pdl,
                 **blocks(nodes, path_len, size), num_warps=WARPS.num_warps, num_stages=WARPS.num_stages,
                 **launch.OPTIONS, **launch_options(pdl),
             )  # fmt: skip

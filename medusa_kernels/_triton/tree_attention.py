@@ -14,29 +14,15 @@ import torch
 import triton
 
 from medusa_kernels._triton.launch import OPTIONS, Warps, describe, on_device
-from medusa_kernels._triton.programmatic import at_once, launch_options, programmatic
+from medusa_kernels._triton.programmatic import launch_options, programmatic
 from medusa_kernels._triton.tree_attention_configs import Config, configuration
 from medusa_kernels._triton.tree_attention_kernels import attend_kernel, merge_kernel
 
-OVERLAP = True
-"""Whether products run during exponentials where the configuration has it."""
-
-LAST_MERGES = True
-"""Whether the last program of a tile merges its shares if there are counters, instead of a second kernel."""
-
-MERGED_BYTES = 128 * 1024
-"""Bytes of a tile's shares up to which its last program merges them. One multiprocessor reads 75 to 100 KB/us from the
-L2, so that more would take longer than the launch that is saved (calculated)."""
-
 MOST_WAVES = 4
-"""How many times as many programs as run at once may be planned. Shares are planned for all rows of the cache. With 1,
-texts much shorter than their cache have no second wave and keep the early start, but long ones take longer."""
+"""How many times as many programs as run at once may be planned. Shares are planned for all rows of the cache."""
 
 MERGE_CHUNK = 8
 """Shares whose largest scores the merge loads at once."""
-
-MERGE_ROWS = 32
-"""Most rows that the last program merges at once; with more, the largest tiles would spill."""
 
 MERGE = Warps(num_warps=1, num_stages=2)
 
@@ -52,7 +38,6 @@ def _constants(config: Config, head_dim: int, nodes: int, window: int | None) ->
         "MIN_UNITS": max(1, config.min_keys // config.block_n),
         "SINGLE": nodes == 1,
         "HAS_WINDOW": window is not None,
-        "CHUNK": MERGE_CHUNK,
     }
 
 
@@ -65,9 +50,7 @@ def _attend_constants(
         "HAS_SOFTCAP": capped,
         "NEGATIVE": negative,
         # A window smaller than the tree has few keys.
-        "OVERLAP": OVERLAP and config.overlap and not _deep(nodes, window),
-        # A share of so many rows takes no more shared memory than a block of keys and values in 16 or 8 bits.
-        "MERGE_ROWS": min(MERGE_ROWS, config.block_m, config.block_n) // (1 + eight_bits),
+        "OVERLAP": config.overlap and not _deep(nodes, window),
         "EIGHT_BITS": eight_bits,
         "STAGES": config.num_stages,
     }
@@ -98,7 +81,7 @@ def _splits(config: Config, programs: int, slots: int, keys: int) -> int:
 
 
 def tree_attention(
-    q, k_cache, v_cache, cache_lens, ancestors, *, scale=None, window=None, softcap=None, counters=None, slots=None
+    q, k_cache, v_cache, cache_lens, ancestors, *, scale=None, window=None, softcap=None, slots=None
 ):  # fmt: skip
     """Launch the kernels; see the public `tree_attention`."""
     batch, nodes, heads, head_dim = q.shape
@@ -115,11 +98,7 @@ def tree_attention(
     )
     pdl = programmatic(q.device)
     tiles = -(-rows // config.block_m)
-    at_a_time = device.multiprocessors * config.programs
-    splits = _splits(config, batch * kv_heads * tiles, at_a_time, capacity)
-    merged_bytes = min(rows, config.block_m) * head_dim * 4 * splits
-    merges = LAST_MERGES and counters is not None and splits > 1 and merged_bytes <= MERGED_BYTES
-    early = pdl and at_once(device, batch * kv_heads * tiles * splits, config.programs)
+    splits = _splits(config, batch * kv_heads * tiles, device.multiprocessors * config.programs, capacity)
     shares = (batch, kv_heads, splits if splits > 1 else 0, rows)
     parts = torch.empty(*shares, head_dim, dtype=torch.float32, device=q.device)
     stats = torch.empty(*shares, 2, dtype=torch.float32, device=q.device)
@@ -131,7 +110,7 @@ def tree_attention(
     cache_lens = cache_lens.contiguous()
     with on_device(q):
         attend_kernel[(tiles * splits, kv_heads, batch)](
-            q, k_cache, v_cache, cache_lens, words, out, parts, stats, counters if merges else cache_lens,
+            q, k_cache, v_cache, cache_lens, words, out, parts, stats,
             cache_lens if slots is None else slots.contiguous(),
             size, 1.0 if softcap is None else softcap,
             *sizes, *q.stride(), *k_cache.stride(), *v_cache.stride(), *words.stride(),
@@ -139,13 +118,14 @@ def tree_attention(
                 config, head_dim, nodes, window,
                 capped=softcap is not None, negative=scale < 0, eight_bits=eight_bits,
             ),
-            HAS_SLOTS=slots is not None, MERGES=merges, PDL=pdl, EARLY=early,
+            HAS_SLOTS=slots is not None, PDL=pdl,
             num_warps=config.num_warps, num_stages=config.num_stages, **_options(config), **launch_options(pdl),
         )  # fmt: skip
-        if splits > 1 and not merges:
+        if splits > 1:
             merge_kernel[(rows, kv_heads, batch)](
                 parts, stats, cache_lens, out, size if softcap is None else 1.0, *sizes,
                 **_constants(config, head_dim, nodes, window),
-                PDL=pdl, num_warps=MERGE.num_warps, num_stages=MERGE.num_stages, **OPTIONS, **launch_options(pdl),
+                CHUNK=MERGE_CHUNK, PDL=pdl, num_warps=MERGE.num_warps, num_stages=MERGE.num_stages, **OPTIONS,
+                **launch_options(pdl),
             )  # fmt: skip
     return out

@@ -9,10 +9,6 @@ import torch
 from medusa_kernels._registry import interpreted
 from medusa_kernels._triton.launch import Device
 
-TWO_WARPS = False
-"""Whether tiles of 16 rows get 2 warps instead of 4 on GPUs before Hopper, with blocks of 32 keys: with 64, registers
-spill on 8.6. Fewer warps exchange less, but not measured."""
-
 LONG = 16384
 """From this many cache rows on, many rows per KV head are worth larger tiles."""
 
@@ -106,8 +102,6 @@ def _configuration(device: Device, dtype: torch.dtype, head_dim: int, rows: int,
         # With 64 keys ptxas stays at 128 registers there, and spills.
         return Config(16, 32, 4, 3 if wide else 4, 1 + large, 64)
     if rows <= 32:
-        if TWO_WARPS and rows <= 16 and not wide and device.capability < (9, 0):
-            return Config(16, 32, 2, 4, 1 + large, 128)
         block_m = 16 if rows <= 16 else 32
         return Config(block_m, 32 if wide else 64, 4, 4 if device.hopper and rows <= 16 else 3, 1 + large, 128)
     if device.hopper:

@@ -5,8 +5,8 @@ node `r // G` of head `r % G` (G query heads per KV head). The keys of a batch r
 of the prefix, which need no mask, then blocks that do, namely the ragged end of the prefix and the tree. The blocks of
 the tree start exactly at row `cache_lens[b]`, so that each is within one ancestor word. Units go in order to at most
 `splits` programs. Each stores its sum of values, its largest score and its sum of exponentials; a single program stores
-the result. The last program of a tile merges all shares, or a second kernel does, to the same bits. The kernels do not
-know what device they run on, nor how many programs fill it.
+the result. A second kernel merges the shares. The kernels do not know what device they run on, nor how many programs
+fill it.
 """
 
 from __future__ import annotations
@@ -171,66 +171,20 @@ def _accumulate(
     return _product(b_p, b_v, b_acc, b_shrink), b_high, b_sum * b_shrink + b_part
 
 
-@triton.jit
-def _merge(
-    parts, stats, out, i_b, i_h, first_row, used, factor, nodes, groups, splits,
-    R: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Compute sum(w part) / sum(w sum) with w = 2^((high - max high) factor) over the shares of R rows.
-
-    Arguments as those of `merge_kernel`; used: shares that were stored. The order of the sums does not depend on R.
-    """
-    EXACT: tl.constexpr = out.dtype.element_ty == tl.float32
-    rows = nodes * groups
-    first_part = (i_b.to(tl.int64) * tl.num_programs(1) + i_h) * splits * rows + first_row
-    parts += first_part * D
-    stats += first_part * 2
-    o_r, o_s, o_d = tl.arange(0, R), tl.arange(0, CHUNK), tl.arange(0, BLOCK_D)
-    m_r = first_row + o_r < rows
-    m_part = m_r[:, None] & (o_d < D)[None, :]
-    b_high = tl.full([R], float("-inf"), tl.float32)
-    b_total = tl.zeros([R], tl.float32)
-    b_acc = tl.zeros([R, BLOCK_D], tl.float32)
-    for start in range(0, used, CHUNK):
-        m_s = m_r[:, None] & (start + o_s < used)[None, :]
-        # [R, CHUNK]
-        b_highs = tl.load(stats + (o_r[:, None] + (start + o_s)[None, :] * rows) * 2, mask=m_s, other=float("-inf"))
-        b_new_high = tl.maximum(b_high, tl.max(b_highs, 1))
-        b_base = tl.where(b_new_high == float("-inf"), 0.0, b_new_high)
-        b_shrink = _power((b_high - b_base) * factor, EXACT)
-        b_total, b_acc, b_high = b_total * b_shrink, b_acc * b_shrink[:, None], b_new_high
-        for share in tl.range(start, tl.minimum(start + CHUNK, used), num_stages=STAGES):
-            p_part = parts + (share * rows).to(tl.int64) * D
-            p_stats = stats + (share * rows + o_r) * 2
-            # [R, BLOCK_D], [R], [R]
-            b_part = tl.load(p_part + o_r[:, None] * D + o_d[None, :], mask=m_part, other=0.0)
-            b_own = tl.load(p_stats, mask=m_r, other=float("-inf"))
-            b_sum = tl.load(p_stats + 1, mask=m_r, other=0.0)
-            b_weight = _power((b_own - b_base) * factor, EXACT)
-            b_total += b_weight * b_sum
-            b_acc += b_weight[:, None] * b_part
-    o_node = (first_row + o_r) // groups
-    o_head = i_h * groups + (first_row + o_r) % groups
-    o_out = (i_b.to(tl.int64) * nodes + o_node) * (tl.num_programs(1) * groups) + o_head
-    b_out = tl.div_rn(b_acc, tl.zeros_like(b_acc) + b_total[:, None])
-    tl.store(out + o_out[:, None] * D + o_d[None, :], b_out.to(out.dtype.element_ty), mask=m_part)
-
-
 @triton.jit(
     do_not_specialize=[
         "nodes", "groups", "splits", "window", "stride_ancestors_b", "stride_ancestors_n", "stride_ancestors_w"
     ]
 )  # fmt: skip
 def attend_kernel(
-    q, k_cache, v_cache, cache_lens, ancestors, out, parts, stats, counters, slots, scale, softcap,
+    q, k_cache, v_cache, cache_lens, ancestors, out, parts, stats, slots, scale, softcap,
     nodes, groups, splits, window,
     stride_q_b, stride_q_n, stride_q_h, stride_q_d, stride_k_b, stride_k_h, stride_k_s, stride_k_d,
     stride_v_b, stride_v_h, stride_v_s, stride_v_d, stride_ancestors_b, stride_ancestors_n, stride_ancestors_w,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TREE_BLOCK: tl.constexpr,
     MIN_UNITS: tl.constexpr, SINGLE: tl.constexpr, HAS_WINDOW: tl.constexpr, DEEP: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, NEGATIVE: tl.constexpr, OVERLAP: tl.constexpr, MERGES: tl.constexpr,
-    MERGE_ROWS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr, HAS_SLOTS: tl.constexpr,
-    EIGHT_BITS: tl.constexpr, PDL: tl.constexpr, EARLY: tl.constexpr,
+    HAS_SOFTCAP: tl.constexpr, NEGATIVE: tl.constexpr, OVERLAP: tl.constexpr, STAGES: tl.constexpr,
+    HAS_SLOTS: tl.constexpr, EIGHT_BITS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute softmax(q k^T scale) v for one tile of rows of one KV head and one share of its keys.
 
@@ -240,13 +194,9 @@ def attend_kernel(
     stats [B, Hkv, splits, N * G, 2] the largest score and the sum of exponentials, all fp32. Scores are fp32;
     probabilities are rounded to the dtype of v, of q with EIGHT_BITS. NEGATIVE: scale is negative, its absolute value
     is passed. DEEP: a path of the tree can be longer than the window. OVERLAP: products run during exponentials, 16-bit
-    only. MERGES: the last program of a tile merges its shares into out; counters [B, Hkv, tiles] count those that have
-    stored theirs, and are zero before and after. EIGHT_BITS: the caches [C, Hkv, S, D + 4] are int8, see
-    `medusa_kernels.cache_rows`. EARLY: all programs run at once.
+    only. EIGHT_BITS: the caches [C, Hkv, S, D + 4] are int8, see `medusa_kernels.cache_rows`.
     """
     if PDL:
-        if EARLY:
-            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     rows = nodes * groups
     tiles = (rows + BLOCK_M - 1) // BLOCK_M
@@ -387,7 +337,7 @@ def attend_kernel(
             b_scores, b_v, b_v_scale, b_acc, b_high, b_sum, factor, DTYPE, True, EIGHT_BITS
         )
 
-    if PDL and not EARLY:
+    if PDL:
         # Programs of the next kernel would take the room of those that have not started.
         tl.extra.cuda.gdc_launch_dependents()
     # Compute the indices again from a zero that the compiler cannot see, or it would keep those of q over both loops.
@@ -409,17 +359,6 @@ def attend_kernel(
         tl.store(parts + first_part * D + o_m[:, None] * D + o_d[None, :], b_acc, mask=m_out)
         tl.store(stats + first_part * 2 + o_m * 2, b_high, mask=m_r)
         tl.store(stats + first_part * 2 + o_m * 2 + 1, b_sum, mask=m_r)
-        if MERGES:
-            # The shares of all threads are stored before one of them counts the program.
-            tl.debug_barrier()
-            counter = counters + i_out * tiles + i_tile
-            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == used - 1:
-                for first_row in range(i_tile * BLOCK_M, tl.minimum((i_tile + 1) * BLOCK_M, rows), MERGE_ROWS):
-                    _merge(
-                        parts, stats, out, i_b, i_h, first_row, used, factor, nodes, groups, splits,
-                        MERGE_ROWS, D, BLOCK_D, CHUNK, STAGES,
-                    )  # fmt: skip
-                tl.store(counter, 0)
 
 
 @triton.jit(do_not_specialize=["nodes", "groups", "splits", "window"])
@@ -437,11 +376,34 @@ def merge_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    i_b = tl.program_id(2)
+    i_h, i_b = tl.program_id(1), tl.program_id(2)
     length = tl.load(cache_lens + i_b)
     _, _, _, _, used = _shares(length, nodes, window, splits, SINGLE, HAS_WINDOW, BLOCK_N, TREE_BLOCK, MIN_UNITS)
-    if used > 1:
-        _merge(
-            parts, stats, out, i_b, tl.program_id(1), tl.program_id(0), used, scale * LOG2E, nodes, groups, splits,
-            1, D, BLOCK_D, CHUNK, CHUNK,
-        )  # fmt: skip
+    if used <= 1:
+        return
+    EXACT: tl.constexpr = out.dtype.element_ty == tl.float32
+    factor, rows, row = scale * LOG2E, nodes * groups, tl.program_id(0)
+    first_part = (i_b.to(tl.int64) * tl.num_programs(1) + i_h) * splits * rows + row
+    parts += first_part * D
+    stats += first_part * 2
+    o_s, o_d = tl.arange(0, CHUNK), tl.arange(0, BLOCK_D)
+    m_d = o_d < D
+    high, total = float("-inf"), 0.0
+    b_acc = tl.zeros([BLOCK_D], tl.float32)
+    for start in range(0, used, CHUNK):
+        # [CHUNK]
+        b_highs = tl.load(stats + (start + o_s) * rows * 2, mask=start + o_s < used, other=float("-inf"))
+        new_high = tl.maximum(high, tl.max(b_highs, 0))
+        base = tl.where(new_high == float("-inf"), 0.0, new_high)
+        shrink = _power((high - base) * factor, EXACT)
+        total, b_acc, high = total * shrink, b_acc * shrink, new_high
+        for share in tl.range(start, tl.minimum(start + CHUNK, used), num_stages=CHUNK):
+            p_stats = stats + share * rows * 2
+            # [BLOCK_D]
+            b_part = tl.load(parts + (share * rows).to(tl.int64) * D + o_d, mask=m_d, other=0.0)
+            weight = _power((tl.load(p_stats) - base) * factor, EXACT)
+            total += weight * tl.load(p_stats + 1)
+            b_acc += weight * b_part
+    o_out = (i_b.to(tl.int64) * nodes + row // groups) * (tl.num_programs(1) * groups) + i_h * groups + row % groups
+    b_out = tl.div_rn(b_acc, tl.zeros_like(b_acc) + total)
+    tl.store(out + o_out * D + o_d, b_out.to(out.dtype.element_ty), mask=m_d)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from medusa_kernels._triton import launch
-from medusa_kernels._triton.programmatic import at_once, launch_options, programmatic
+from medusa_kernels._triton.programmatic import launch_options, programmatic
 from medusa_kernels.reference import WORD
 
 OPTIONS = launch.OPTIONS | {"maxnreg": 128}
@@ -36,7 +36,7 @@ def _tree_select_kernel(
     tokens, logprobs, depths, paths, numbers, chosen,
     out_tokens, out_parents, out_depths, out_ancestors, out_paths,
     candidates, path_len, nodes,
-    PDL: tl.constexpr, EARLY: tl.constexpr,
+    PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, WORDS: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """Keep the N candidates with the greatest score(m) = sum of min(logprobs, 0) along paths[m], for one row.
@@ -46,8 +46,6 @@ def _tree_select_kernel(
     """
     i_b = tl.program_id(0).to(tl.int64)
     if PDL:
-        if EARLY:
-            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     tokens += i_b * candidates
     logprobs += i_b * candidates
@@ -111,7 +109,7 @@ def _tree_select_kernel(
     tl.store(out_tokens + o_row, tl.load(tokens + b_chosen, mask=m_n, other=0), mask=m_n)
     tl.store(out_parents + o_row, b_parent, mask=m_n)
     tl.store(out_depths + o_row, b_depth, mask=m_n)
-    if PDL and not EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
@@ -129,7 +127,7 @@ def tree_select(tokens, logprobs, depths, paths, nodes):
             _tree_select_kernel[(batch,)](
                 *(t.contiguous() for t in (tokens, logprobs, depths, paths)), numbers, chosen,
                 out_tokens, out_parents, out_depths, ancestors, out_paths, candidates, path_len, nodes,
-                PDL=pdl, EARLY=pdl and at_once(launch.describe(tokens.device), batch),
+                PDL=pdl,
                 **constants, num_warps=warps.num_warps, num_stages=warps.num_stages, **OPTIONS, **launch_options(pdl),
             )  # fmt: skip
     return out_tokens, out_parents, out_depths, ancestors, out_paths

@@ -18,7 +18,7 @@ from torch.nn.functional import linear
 
 from medusa_kernels._registry import interpreted
 from medusa_kernels._triton.launch import Warps, describe, on_device
-from medusa_kernels._triton.programmatic import at_once, launch_options, programmatic
+from medusa_kernels._triton.programmatic import launch_options, programmatic
 from medusa_kernels._triton.quantised_product import (
     constants,
     decodes_bytes,
@@ -34,10 +34,8 @@ from medusa_kernels._triton.streaming import (
     index_of,
     ordered,
     packed,
-    prefetch_rows,
     shares,
     unit,
-    waiting,
     wide,
 )
 from medusa_kernels._triton.tree_attention_kernels import tanh
@@ -78,7 +76,7 @@ def project_kernel(
     rows, vocabulary, size, stride_weight_v, tiles, step, nodes, noises, stride_noise_rows_b, temperature,
     UNIT: tl.constexpr, EVEN: tl.constexpr, SCALED: tl.constexpr, STATS: tl.constexpr, VECTOR: tl.constexpr,
     DECODE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP: tl.constexpr,
-    PDL: tl.constexpr, EARLY: tl.constexpr, PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
     DIVISOR: tl.constexpr = 1.0, SOFTCAP: tl.constexpr = None,
 ):  # fmt: skip
@@ -89,7 +87,6 @@ def project_kernel(
     exp(x - m) (x - m)). W h is accumulated in fp32 and rounded to the dtype of hidden, as a model rounds its logits;
     everything after `logits_of` is fp32. DECODE to GROUP, and what they make of hidden and the size, are as in
     `quantised_product`.
-    PREFETCH: bytes of each weight row of the first tile to load into the L2 while the previous kernel runs.
     """
     i_m, i_p, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     size, vocabulary, step = size * UNIT, vocabulary * VECTOR, step * VECTOR
@@ -102,12 +99,6 @@ def project_kernel(
     b_sum = tl.zeros((BLOCK_M,), tl.float32)
     b_moment = tl.zeros((BLOCK_M,), tl.float32)
     if PDL:
-        if EARLY:
-            tl.extra.cuda.gdc_launch_dependents()
-        if PREFETCH > 0:
-            first = i_p * step
-            m_v = (o_v < step) & (first + o_v < vocabulary)
-            prefetch_rows(weight + (first + o_v).to(tl.int64) * (stride_weight_v * UNIT), m_v, PREFETCH)
         tl.extra.cuda.gdc_wait()
     if SCALED:
         # [BLOCK_M]
@@ -147,7 +138,7 @@ def project_kernel(
             b_moment = b_shrink * (b_moment + b_fall * b_sum) + tl.sum(b_exp * b_below, 1)
             b_sum = b_shrink * b_sum + tl.sum(b_exp, 1)
             b_peak = b_high
-    if PDL and not EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     o_part = o_m.to(tl.int64) * programs + i_p
     tl.store(keys + o_part, b_best, mask=m_m)
@@ -178,7 +169,7 @@ def merge_kernel(
     child_logprobs, rows, nodes, programs, vocabulary, size, stride_weight_v, stride_parents_b, temperature,
     UNIT: tl.constexpr, SCALED: tl.constexpr, STATS: tl.constexpr, CHAIN: tl.constexpr,
     DECODE: tl.constexpr, HAS_SCALE: tl.constexpr, HAS_ZERO: tl.constexpr, GROUP: tl.constexpr,
-    PDL: tl.constexpr, EARLY: tl.constexpr,
+    PDL: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_K: tl.constexpr,
     DIVISOR: tl.constexpr = 1.0, SOFTCAP: tl.constexpr = None,
 ):  # fmt: skip
@@ -195,8 +186,6 @@ def merge_kernel(
     m_part = m_row[:, None] & (o_p < programs)[None, :]
     o_part = o_row.to(tl.int64)[:, None] * programs + o_p[None, :]
     if PDL:
-        if EARLY:
-            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     # [BLOCK_R, BLOCK_P]
     b_best = tl.max(tl.load(keys + o_part, mask=m_part, other=LOWEST_KEY), 1)
@@ -238,7 +227,7 @@ def merge_kernel(
         b_logprob = b_logit - (b_peak + tl.log(b_sum))
         b_logprob = tl.where(m_valid, b_logprob, float("nan"))
         tl.store(child_logprobs + o_row, tl.where(b_parent < 0, 0.0, b_logprob), mask=m_row)
-    if PDL and not EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 
@@ -325,7 +314,7 @@ def tree_verify(
             rows, vocabulary // vector, size // elements, weight.stride(0) // elements, share.tiles,
             share.step // vector, nodes, noises, nodes if scaled and noise_rows.dim() == 2 else 0, temperature,
             **flags, VECTOR=vector, EVEN=size % config.block_k == 0,
-            **waiting(device, config, m_tiles * share.programs, weight, elements, pdl),
+            PDL=pdl,
             **config.blocks(), num_warps=config.num_warps, num_stages=config.num_stages, **OPTIONS,
             **launch_options(pdl),
         )  # fmt: skip
@@ -336,7 +325,7 @@ def tree_verify(
             keys if parents is None else parents.contiguous(), next_tokens, logsumexp, entropy, child_logprobs,
             rows, nodes, share.programs, vocabulary, size // elements, weight.stride(0) // elements,
             nodes if parents is not None and parents.dim() == 2 else 0, temperature,
-            **flags, CHAIN=parents is None, PDL=pdl, EARLY=pdl and at_once(device, programs), **blocks,
+            **flags, CHAIN=parents is None, PDL=pdl, **blocks,
             num_warps=MERGE.num_warps, num_stages=MERGE.num_stages, **OPTIONS, **launch_options(pdl),
         )  # fmt: skip
     return next_tokens, logsumexp, entropy, child_logprobs

@@ -68,17 +68,6 @@ def test_divided_projections_write_the_same_text(family, overrides, monkeypatch)
     assert output.sequences[:, ids.shape[1] :].tolist() == expected
 
 
-def test_norms_of_heads_by_themselves_write_the_same_text(monkeypatch):
-    """The older form of Qwen3's layers, which benchmarks hold next to the one within `rope_append`."""
-    model = tiny("qwen3")
-    [row] = prompts(1, [9])
-    expected = transformers_greedy(model, row, NEW)
-    monkeypatch.setattr(fused_layers, "NORMS_IN_ROPE", False)
-    with MedusaModel(model, heads_for(model), Tree.cartesian([4, 3])) as medusa:
-        medusa.backbone.choose_layers = lambda captured, **_: setattr(medusa.backbone, "fuse", True)
-        assert medusa.generate(row[None], max_new_tokens=NEW).sequences[0, len(row) :].tolist() == expected
-
-
 def test_fused_layers_are_as_accurate_as_the_modules():
     """Hidden states of one pass, both compared with fp64: the error is at most twice that of the modules."""
     model = tiny(hidden_size=64, num_attention_heads=8, num_hidden_layers=3)

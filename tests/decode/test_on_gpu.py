@@ -93,7 +93,7 @@ def state_after(medusa, tree, backend, steps, prompt):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES.keys())
 def test_replay_is_bit_equal_to_the_same_step_run_eagerly(tree, dtype):
-    """Not only the text: keys, values, hidden states and counters after 12 steps."""
+    """Not only the text: keys, values, hidden states and counts after 12 steps."""
     model, heads = on_gpu(dtype=dtype, hidden_size=64, num_attention_heads=8)
     [prompt] = [row.cuda() for row in prompts(1, [9])]
     with MedusaModel(model, heads, tree) as medusa:

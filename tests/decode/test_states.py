@@ -6,10 +6,8 @@ from models import heads_for, prompts, tiny, transformers_greedy
 from peft import LoraConfig, get_peft_model
 
 from medusa_decoding import MedusaModel, Tree
-from medusa_decoding.backbone import kv_cache
 from medusa_decoding.decode.runtime.memory import Sizes
 from medusa_decoding.decode.runtime.state_pool import StatePool
-from medusa_decoding.serving.slots import Slots
 
 
 @pytest.fixture
@@ -54,18 +52,6 @@ def test_graphs_over_acquired_states_are_dropped_with_their_step(medusa):
     assert wider.captured == {("kept", "key"): "graph"}
     pool.clear()
     assert wider.captured == {}
-
-
-def test_rows_of_a_cache_have_counters_of_their_own(medusa, monkeypatch):
-    """Attention on a GPU changes them during a call, so views of other rows must not share them."""
-    monkeypatch.setattr(kv_cache, "attention_counters", lambda batch, heads, device: torch.zeros(batch, heads))
-    state = StatePool(medusa.backbone, keep=0).acquire(Sizes([5, 5, 5], 10), 60)
-    assert state.cache.counters.shape == (3, medusa.backbone.config.num_attention_heads)
-    slots = Slots(state)
-    one, others = slots.rows(0, 1).cache.counters, slots.rows(1, 3).cache.counters
-    one.fill_(1)
-    assert (others.shape[0], int(others.sum())) == (2, 0)
-    assert state.cache.counters.sum(1).tolist() == [one.numel(), 0, 0]
 
 
 class Broken:

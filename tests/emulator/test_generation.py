@@ -221,7 +221,7 @@ def test_overlapped_launches_of_a_step_change_no_bit(machine, family, dtype, hea
         state = medusa._steps.pool.acquire(Sizes(lengths, NEW), max(lengths) + NEW + 64)
         state.seeds.copy_(torch.arange(len(rows)))
         prefill(medusa.backbone, rows, state, select, limits)
-        held = (*state.per_row(), state.step, state.cache.kv, state.cache.counters)
+        held = (*state.per_row(), state.step, state.cache.kv)
         before = [tensor.clone() for tensor in held]
         step(state, select, limits)
         expected = [tensor.clone() for tensor in held]

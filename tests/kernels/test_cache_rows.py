@@ -12,7 +12,6 @@ from modes import DTYPES, NO_BF16
 
 from medusa_kernels import ancestor_words, cache_rows, decoder_layers, reference, rope_append, tree_attention
 from medusa_kernels.cache_rows import dequantised_rows, quantised_rows
-from medusa_kernels.tree_attention import attention_counters
 
 
 def test_a_row_holds_the_nearest_numbers_and_their_scale() -> None:
@@ -72,8 +71,7 @@ def test_attention_reads_rows_in_8_bits(device: str, dtype: torch.dtype, form: s
     q = torch.randn(2, nodes, 4, dim).to(device, dtype)
     words = ancestor_words((torch.rand(nodes, nodes) < 0.4).tril(-1) | torch.eye(nodes, dtype=torch.bool)).to(device)
     lengths, slots = (torch.tensor(n, dtype=torch.int32, device=device) for n in (lens, [2, 0]))
-    counters = attention_counters(2, 4, torch.device(device))
-    got = tree_attention(q, *cache.to(device), lengths, words, slots=slots, counters=counters, **FORMS[form])
+    got = tree_attention(q, *cache.to(device), lengths, words, slots=slots, **FORMS[form])
     exact = [dequantised_rows(part, torch.float64).to(device) for part in cache]
     expected = reference.tree_attention(q.double(), *exact, lengths, words, slots=slots, **FORMS[form])
     rounded = [dequantised_rows(part, torch.float32).to(device, dtype) for part in cache]

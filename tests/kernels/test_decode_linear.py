@@ -272,23 +272,6 @@ def _cast_floats(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-@pytest.mark.parametrize("size", [16, 48, 112, 4096, 11024])
-@pytest.mark.parametrize("parts", [1, 2, 3, 6])
-def test_no_part_loads_ahead_past_the_end_of_a_row(size: int, parts: int) -> None:
-    """Counted from the columns of each part, as the kernel divides them; addresses are multiples of 16 bytes."""
-    module = pytest.importorskip("medusa_kernels._triton.decode_linear")
-    for arch, rows in (("90", 1), ("90", 64), ("100", 16), ("120", 64)):
-        config = module.configuration(TARGETS[arch], torch.bfloat16, rows, 4096, size, False, parts=parts)
-        ahead = module.prefetched(config, torch.bfloat16, size, parts)
-        assert ahead % 16 == 0
-        steps = -(-size // config.block_k)
-        for part in range(parts):
-            begin = part * steps // parts * config.block_k
-            end = min((part + 1) * steps // parts * config.block_k, size)
-            assert begin * 2 % 16 == 0
-            assert ahead <= max(0, end - begin) * 2
-
-
 @of_the_cpu
 @pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -472,21 +455,6 @@ def test_leading_axes_and_strides_are_supported(device: str, form: str) -> None:
     assert torch.equal(run(case), wanted.view(3, 4, -1))
     case["x"] = case["x"].mT.contiguous().mT
     assert torch.equal(run(case), wanted.view(3, 4, -1))
-
-
-@pytest.mark.parametrize("form", FORMS)
-def test_two_warps_give_the_same_bits(device: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """16 rows on GPUs before Hopper; all others have 4 warps anyway."""
-    if served_by("decode_linear", device).name != "triton":
-        pytest.skip("warps are those of a GPU")
-    configs = pytest.importorskip("medusa_kernels._triton.decode_linear_configs")
-    case = make_form(form, 16, 272, (140, 70, 33), dtype=torch.float16, device=device)
-    results = []
-    for two in (False, True):
-        monkeypatch.setattr(configs, "TWO_WARPS", two)
-        results.append(run(case))
-    assert not results[0].isnan().any()
-    assert torch.equal(*results)
 
 
 def test_one_row_and_empty_inputs(device: str) -> None:

@@ -15,7 +15,7 @@ from benchmarks.inspection import TARGETS
 from benchmarks.kernel_forms import FORMS
 from medusa_kernels import _registry, selftest
 from medusa_kernels._registry import Implementation, interpreted
-from medusa_kernels._triton import launch, streaming
+from medusa_kernels._triton import launch
 
 pytestmark = pytest.mark.skipif(interpreted(), reason="the interpreter has no programmatic launches")
 OPS = ("heads_topk", "tree_verify", "tree_accept", "tree_select", "gumbel_noise")
@@ -39,13 +39,10 @@ def launched(monkeypatch: pytest.MonkeyPatch, *, pdl: bool) -> dict[str, dict[st
     return found
 
 
-def test_every_kernel_is_launched_programmatically_and_lets_the_next_start_early(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_every_kernel_is_launched_programmatically_(monkeypatch: pytest.MonkeyPatch) -> None:
     found = launched(monkeypatch, pdl=True)
     assert found.keys() == (STREAMING | OTHERS) - {"_decode_linear_kernel"}
-    assert all(options["PDL"] and options["EARLY"] and options["launch_pdl"] for options in found.values())
-    assert {name for name, options in found.items() if options.get("PREFETCH", 0) > 0} == STREAMING & found.keys()
+    assert all(options["PDL"] and options["launch_pdl"] for options in found.values())
 
 
 def test_no_kernel_is_where_the_device_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,71 +50,42 @@ def test_no_kernel_is_where_the_device_cannot(monkeypatch: pytest.MonkeyPatch) -
     assert found.keys() == (STREAMING | OTHERS) - {"_decode_linear_kernel"}
     for options in found.values():
         assert not options["PDL"]
-        assert not options["EARLY"]
-        assert not options.get("PREFETCH", 0)
         assert "launch_pdl" not in options
 
 
-def test_programs_that_wait_for_room_do_not_let_the_next_start_early(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (streaming, *MODULES.values()):
-        monkeypatch.setattr(module, "at_once", lambda *_: False, raising=False)
-    assert not any(options["EARLY"] for options in launched(monkeypatch, pdl=True).values())
-
-
-def test_rows_are_prefetched_in_16_byte_units_of_their_own() -> None:
-    weight = torch.zeros(8, 256, dtype=torch.bfloat16)
-    assert streaming.prefetch_bytes(weight, 16, 128, True) == 256
-    assert streaming.prefetch_bytes(weight, 8, 128, True) == 256
-    assert streaming.prefetch_bytes(weight, 16, 4096, True) == 512  # no more than the row has
-    assert streaming.prefetch_bytes(weight.to(torch.int8), 16, 128, True) == 128
-    assert streaming.prefetch_bytes(weight, 16, 128, False) == 0
-    assert streaming.prefetch_bytes(weight, 4, 128, True) == 0
-    assert streaming.prefetch_bytes(weight.to(torch.int8), 8, 128, True) == 0
-    assert streaming.prefetch_bytes(weight.view(-1)[1:-255].view(7, 256), 16, 128, True) == 0
-
-
-def compiled(op: str, name: str, early: bool) -> tuple[str, str]:
-    """Compile the first form of this kernel and kind for sm_90; return its PTX and its disassembly."""
+def compiled(op: str, name: str) -> str:
+    """Compile the first form of this kernel and kind for sm_90; return its PTX."""
     for spec in FORMS[op](TARGETS["90"]):
         constants, (kernel, *flags) = spec.constants, name.split()
-        if spec.kernel.fn.__name__ == kernel and constants["EARLY"] == early and all(constants[flag] for flag in flags):
+        if spec.kernel.fn.__name__ == kernel and constants["PDL"] and all(constants[flag] for flag in flags):
             module = importlib.import_module(f"medusa_kernels._triton.{op}")
-            found = inspection.compiled(spec, "90", getattr(module, "OPTIONS", launch.OPTIONS))
-            return found.asm["ptx"], inspection.disassembled(found)
-    raise AssertionError(f"no form of {op} {name}, early: {early}")
+            return inspection.compiled(spec, "90", getattr(module, "OPTIONS", launch.OPTIONS)).asm["ptx"]
+    raise AssertionError(f"no form of {op} {name}")
 
 
-KERNELS = [
-    ("heads_topk", "residual_kernel", True),
-    ("heads_topk", "vocabulary_kernel GATHER", True),
-    ("heads_topk", "merge_kernel", True),
-    ("tree_verify", "project_kernel", True),
-    ("tree_verify", "merge_kernel", True),
-    ("tree_verify", "merge_kernel", False),
-    ("tree_accept", "_tree_accept_kernel", False),
-    ("tree_select", "_tree_select_kernel", True),
-    ("gumbel_noise", "_gumbel_noise_kernel", True),
-    ("add_rms_norm", "_add_rms_norm_kernel", True),
-    ("decode_linear", "_decode_linear_kernel", True),
-    ("rope_append", "_rope_append_kernel HAS_NORM", True),
-    ("tree_attention", "attend_kernel MERGES", True),
-]
+KERNELS = {
+    "heads_topk": ("residual_kernel", "vocabulary_kernel GATHER", "merge_kernel"),
+    "tree_verify": ("project_kernel", "merge_kernel"),
+    "tree_accept": ("_tree_accept_kernel",),
+    "tree_select": ("_tree_select_kernel",),
+    "gumbel_noise": ("_gumbel_noise_kernel",),
+    "add_rms_norm": ("_add_rms_norm_kernel",),
+    "decode_linear": ("_decode_linear_kernel",),
+    "rope_append": ("_rope_append_kernel HAS_NORM",),
+    "tree_attention": ("attend_kernel",),
+}
+SMALL = {"_add_rms_norm_kernel", "_rope_append_kernel"}
+"""Those whose programs start the next kernel as soon as they have waited."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("op", "name", "early"), KERNELS)
-def test_a_kernel_waits_before_it_reads_or_writes(op: str, name: str, early: bool) -> None:
-    """In the order of the compiled code. Weights are prefetched before, but not those that a map names."""
-    ptx, disassembly = compiled(op, name, early)
+@pytest.mark.parametrize(("op", "name"), [(op, name) for op, names in KERNELS.items() for name in names])
+def test_a_kernel_waits_before_it_reads_or_writes(op: str, name: str) -> None:
+    """In the order of the compiled code; the next kernel may start after the last load."""
+    ptx = compiled(op, name)
     (wait,) = (match.start() for match in re.finditer(r"griddepcontrol\.wait", ptx))
     (launches,) = (match.start() for match in re.finditer(r"griddepcontrol\.launch_dependents", ptx))
-    assert (launches < wait) == early
     touches = [match.start() for match in re.finditer(r"\b(ld|st|red|atom)\.global|cp\.async\.[bc]\w*\.shared", ptx)]
     loads = [match.start() for match in re.finditer(r"\bld\.global|cp\.async\.[bc]\w*\.shared", ptx)]
-    before = [place for place in touches if place < wait]
-    assert not before
-    if not early:
-        assert launches > max(loads)
-    prefetches = len(re.findall(r"cp\.async\.bulk\.prefetch\.L2", ptx[:wait]))
-    assert (prefetches > 0) == (name.split()[0] in STREAMING and "GATHER" not in name)
-    assert ("UBLKPF" in disassembly) == (prefetches > 0)
+    assert wait < min(touches)
+    assert launches > (wait if name.split()[0] in SMALL else max(loads))

@@ -41,7 +41,6 @@ MUTATED = {
     "decoder_layers": ["kv"],
     "kv_compact": ["kv"],
     "rope_append": ["k_cache", "v_cache"],
-    "tree_attention": ["counters"],
     "tree_accept": ["lengths", "root", "state_hidden", "output", "count", "finished", "log", "report"],
 }
 

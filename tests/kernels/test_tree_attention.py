@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
@@ -16,7 +15,6 @@ from torch import Tensor
 
 from medusa_kernels import ancestor_words, reference, served_by, tree_attention
 from medusa_kernels._registry import interpreted
-from medusa_kernels.tree_attention import SMALLEST_TILE, attention_counters
 
 Case = dict[str, Any]
 
@@ -244,33 +242,21 @@ def merges(device: str, monkeypatch: pytest.MonkeyPatch) -> Launches:
     return found
 
 
-def zeros_for(case: Case) -> Tensor:
-    """As many counters as the op asks for."""
-    batch, nodes, heads, _ = case["q"].shape
-    count = batch * heads * math.ceil(nodes / SMALLEST_TILE)
-    return torch.zeros(count, dtype=torch.int32, device=case["q"].device)
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("nodes", "window"), [(1, None), (5, 50), (20, 3)])
-def test_the_last_program_merges_to_the_same_bits(
+def test_shares_are_merged(
     device: str, monkeypatch: pytest.MonkeyPatch, merges: Launches, nodes: int, window: int | None, dtype: torch.dtype
 ) -> None:
-    """Up to three tiles of rows, batch rows with one share of keys and with several, twice with the same counters.
+    """Up to three tiles of rows, batch rows with one share of keys and with several.
 
     The default scale of 20 dimensions, times log2(e), is one number if rounded once and another if rounded twice.
     """
     cut_finely(monkeypatch, rows=16, splits=5)
     case = make(nodes, [0, 10, 70], heads=4, kv_heads=2, dim=20, dtype=dtype, device=device)
-    expected = run(case, window=window)
-    assert merges.count == 1
-    counters = zeros_for(case)
-    for _ in range(2):
-        assert torch.equal(run(case, window=window, counters=counters), expected)
-        assert not counters.any()
+    found = run(case, window=window)
     assert merges.count == 1
     plain, exact = (brute_force(case, kind, window=window) for kind in (dtype, torch.float64))
-    assert_typical_error_within_twice(expected, plain, exact)
+    assert_typical_error_within_twice(found, plain, exact)
 
 
 def test_a_chunk_of_shares_is_not_the_limit(device: str, monkeypatch: pytest.MonkeyPatch, merges: Launches) -> None:
@@ -278,10 +264,8 @@ def test_a_chunk_of_shares_is_not_the_limit(device: str, monkeypatch: pytest.Mon
     cut_finely(monkeypatch, splits=20)
     case = make(3, [330], dim=16, device=device)
     case["k_cache"][:, :, :330] *= torch.linspace(1, 9, 330).sin()[:, None].to(device) * 4
-    got = run(case, counters=zeros_for(case))
-    assert merges.count == 0
-    assert torch.equal(got, run(case))
-    assert_within_twice(got, *plain_and_exact(case))
+    assert_within_twice(run(case), *plain_and_exact(case))
+    assert merges.count == 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -300,33 +284,10 @@ def test_overlapped_products_give_the_same_bits(
         assert torch.equal(*results)
 
 
-@pytest.mark.usefixtures("merges")
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("nodes", "heads"), [(1, (7, 1)), (4, (8, 2))])
-def test_two_warps_of_16_rows_are_as_exact(
-    device: str, monkeypatch: pytest.MonkeyPatch, nodes: int, heads: tuple[int, int], dtype: torch.dtype
-) -> None:
-    """Only GPUs before Hopper have such tiles; with and without the merge by the last program."""
-    configs = pytest.importorskip("medusa_kernels._triton.tree_attention_configs")
-    monkeypatch.setattr(configs, "TWO_WARPS", True)
-    case = make(nodes, [600], heads=heads[0], kv_heads=heads[1], dim=128, dtype=dtype, device=device)
-    got = run(case)
-    assert torch.equal(run(case, counters=zeros_for(case)), got)
-    assert_within_twice(got, *plain_and_exact(case))
-
-
-def test_counters_suffice_for_the_most_nodes(device: str) -> None:
-    found = attention_counters(3, 8, torch.device(device))
-    assert (found.dtype, found.shape, int(found.sum())) == (torch.int32, (3, 8 * 16), 0)
-    case = make(256, [4, 0], heads=8, kv_heads=2, device=device)
-    run(case, counters=found[1:])  # those of some batch rows serve these
-
-
 @pytest.mark.skipif(interpreted(), reason="nothing is compiled in Triton's interpreter")
-def test_inductor_compiles_the_op_with_counters() -> None:
+def test_inductor_compiles_the_op() -> None:
     case = make(3, [4], device="cpu")
-    compiled = torch.compile(functools.partial(run, counters=attention_counters(1, 4, torch.device("cpu"))))
-    torch.testing.assert_close(compiled(case), run(case))
+    torch.testing.assert_close(torch.compile(run)(case), run(case))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -421,10 +382,7 @@ def test_slots_name_the_sequence_of_each_row(
     )
     if served_by("tree_attention", device).name == "triton":
         cut_finely(monkeypatch, rows=16, splits=5)
-        counters = zeros_for(case)
         assert torch.equal(run(case | apart, slots=own), run(case))
-        assert torch.equal(run(case | apart, slots=own, counters=counters), run(case))
-        assert not counters.any()
 
 
 @given(st.integers(1, 200), st.integers(0, 2**16))
@@ -445,8 +403,6 @@ BAD = {
     "ancestors-words": ({"ancestors": torch.ones(3, 2, dtype=torch.int64)}, "ancestors: expected shape"),
     "window": ({"window": 0}, "window: expected None or at least 1, got 0"),
     "softcap": ({"softcap": -1.0}, "softcap: expected None or more than 0"),
-    "counters-few": ({"counters": torch.zeros(7, dtype=torch.int32)}, "counters: expected at least 8 numbers, got 7"),
-    "counters-strides": ({"counters": torch.zeros(16, dtype=torch.int32)[::2]}, "counters: expected a contiguous"),
 }
 
 
@@ -486,6 +442,6 @@ def test_slots_outside_the_cache_are_refused(slot: int) -> None:
 def test_passes_opcheck(device: str, nodes: int, lens: list[int], options: dict[str, Any]) -> None:
     case = make(nodes, lens, heads=4, kv_heads=2, device=device)
     slots = torch.arange(len(lens), dtype=torch.int32, device=device)
-    for more in ({}, {"counters": zeros_for(case), "slots": slots}):
+    for more in ({}, {"slots": slots}):
         arguments = options | more
         torch.library.opcheck(torch.ops.medusa_kernels.tree_attention.default, tuple(case.values())[:5], arguments)

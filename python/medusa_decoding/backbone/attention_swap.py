@@ -164,8 +164,8 @@ class TreeAttention(nn.Module):
         if context.ancestors is None:
             out = prefill_attention(q, k_cache, v_cache, cache.lengths, context.offset, places=cache.places, **settings)
         else:
-            settings |= {"counters": cache.counters, "slots": cache.slots}
-            out = tree_attention(q, k_cache, v_cache, cache.lengths, context.ancestors, **settings)
+            ancestors, slots = context.ancestors, cache.slots
+            out = tree_attention(q, k_cache, v_cache, cache.lengths, ancestors, slots=slots, **settings)
         return out.reshape(*out.shape[:2], -1)
 
 

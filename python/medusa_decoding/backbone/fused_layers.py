@@ -40,9 +40,6 @@ from medusa_kernels import (
     served_by,
 )
 
-NORMS_IN_ROPE = True
-"""Whether the norms of heads (Qwen3) are part of `rope_append`, instead of two launches of their own."""
-
 EXPERTS = "SparseMoeBlock"
 """What the names of the classes that mix experts, in the place of an MLP, end in."""
 _SILU = (nn.SiLU, type(ACT2FN["silu"]))
@@ -187,20 +184,15 @@ def forward(decoder: Any, hidden: torch.Tensor, context: DecodeContext) -> torch
 def _attended(attention: Any, modules: list[Any], x: torch.Tensor, context: DecodeContext) -> torch.Tensor:
     """Return the attention's output before its last projection, from normed hidden states: both [B, N, .]."""
     family: Family = attention.family
-    fold = NORMS_IN_ROPE and family.normed == "heads"
-    qkv = _linear(x, modules, parts=1 if family.normed and not fold else _parts(x, modules))
+    by_head = family.normed == "heads"
+    qkv = _linear(x, modules, parts=1 if family.normed and not by_head else _parts(x, modules))
     q, k, v = attention.split(qkv)
     if family.normed == "projections":
         q, k = (
             _normed(part.flatten(-2), None, norm, family)[1].view_as(part)
             for part, norm in ((q, attention.q_norm), (k, attention.k_norm))
         )
-    elif family.normed and not fold:
-        # Both norms run over all heads, including v, whose result is unused: two launches and no copies.
-        heads = qkv.view(*qkv.shape[:2], -1, attention.head_dim)
-        q = attention.split(_normed(heads, None, attention.q_norm, family)[1].view_as(qkv))[0]
-        k = attention.split(_normed(heads, None, attention.k_norm, family)[1].view_as(qkv))[1]
-    return attention.attend(q, k, v, context, norm_heads=fold)
+    return attention.attend(q, k, v, context, norm_heads=by_head)
 
 
 def _added(

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from medusa_kernels.tree_attention import attention_counters
-
 SMALLEST_BUCKET = 64
 FINE_BUCKETS = 4096
 Tables = tuple[torch.Tensor, torch.Tensor]
@@ -26,7 +24,6 @@ class TreeCache:
         lengths: int32 [B], filled rows of each sequence, on the same device.
         cos, sin: [P, D] or [B, P, D] rotary tables by position, P >= S, in the dtype of the model; where layers
             differ several of them, along an axis before these.
-        counters: [B, ..] for `tree_attention`, zeros between passes; None where it has no use for them.
         slots: int32 [B], which sequence of `kv` belongs to each row, for a cache of which rows change places; None:
             sequence b to row b.
         places: the same on the host, for a prefill.
@@ -37,19 +34,15 @@ class TreeCache:
     lengths: torch.Tensor
     cos: torch.Tensor
     sin: torch.Tensor
-    counters: torch.Tensor | None = None
     slots: torch.Tensor | None = None
     places: list[int] | None = None
     views: dict[int, Tables] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def allocate(
-        cls, shape: tuple[int, ...], rope: Tables, heads: int | None = None, dtype: torch.dtype | None = None
-    ) -> TreeCache:
+    def allocate(cls, shape: tuple[int, ...], rope: Tables, dtype: torch.dtype | None = None) -> TreeCache:
         """Allocate an empty cache of shape (L, 2, B, Hkv, S, D), on the device of the rotary tables and in their dtype.
 
-        `dtype` may be another one: int8, whose shape is (.., D + 4). With `heads`, the query heads of a layer, it has
-        counters for `tree_attention`.
+        `dtype` may be another one: int8, whose shape is (.., D + 4).
 
         Raises:
             MemoryError: the block does not fit on the device; the message gives its size.
@@ -61,8 +54,7 @@ class TreeCache:
             size = torch.Size(shape).numel() * dtype.itemsize / 2**30
             raise MemoryError(f"cache: {size:.2f} GiB for {list(shape)} {dtype} do not fit on {device}") from error
         lengths = torch.zeros(shape[2], dtype=torch.int32, device=device)
-        counters = None if heads is None else attention_counters(shape[2], heads, device)
-        return cls(kv, lengths, *rope, counters)
+        return cls(kv, lengths, *rope)
 
     @property
     def capacity(self) -> int:

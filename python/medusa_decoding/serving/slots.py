@@ -60,8 +60,7 @@ class Slots:
                 for field in dataclasses.fields(DecodeState)
                 if field.name not in ("cache", "step", "text", "captured")
             }
-            counters = None if cache.counters is None else cache.counters[rows]
-            part = TreeCache(cache.kv, cache.lengths[rows], cache.cos, cache.sin, counters, self._places[rows])
+            part = TreeCache(cache.kv, cache.lengths[rows], cache.cos, cache.sin, self._places[rows])
             view = self._views[first, last] = DecodeState(cache=part, step=state.step, **own)
             self._track(view)
         view.cache.places = self.places[first:last]

@@ -187,10 +187,9 @@ class StatePool:
         return None if free is None else self.backbone.peers.least(free)[0]
 
     def _new(self, sizes: Sizes, shape: tuple[int, ...]) -> DecodeState:
-        heads = self.backbone.config.num_attention_heads
         with self.backbone.peers.together():
             tables = self.backbone.rope(sizes.prompt_lengths, shape[4])
-            cache = TreeCache.allocate(shape=shape, rope=tables, heads=heads, dtype=self.backbone.kv_dtype)
+            cache = TreeCache.allocate(shape=shape, rope=tables, dtype=self.backbone.kv_dtype)
             return self._allocate(cache, sizes.budget)
 
     def _allocate(self, cache: TreeCache, budget: int) -> DecodeState:
