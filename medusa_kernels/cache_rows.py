@@ -30,9 +30,10 @@ def quantised_rows(rows: Tensor) -> Tensor:
     """Return rows of a cache, int8 `[.., D + 4]`, for keys or values `[.., D]`."""
     rows = rows.float()
     largest = rows.abs().amax(-1, keepdim=True).clamp(min=LEAST)
-    # A number divided by a tensor would be its reciprocal times the number, rounded twice.
-    codes = (rows * (torch.full_like(largest, 127) / largest)).round().to(torch.int8)
-    return torch.cat((codes, (largest / 127).view(torch.int8)), -1)
+    # With a number instead of a tensor, PyTorch multiplies by a reciprocal, on a GPU also by that of a divisor.
+    most = torch.full_like(largest, 127)
+    codes = (rows * (most / largest)).round().to(torch.int8)
+    return torch.cat((codes, (largest / most).view(torch.int8)), -1)
 
 
 def dequantised_rows(cache: Tensor, dtype: torch.dtype) -> Tensor:
