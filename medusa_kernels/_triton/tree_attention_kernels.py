@@ -367,7 +367,7 @@ def merge_kernel(
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, TREE_BLOCK: tl.constexpr, MIN_UNITS: tl.constexpr,
     SINGLE: tl.constexpr, HAS_WINDOW: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute sum(w part) / sum(w sum) with w = e^((high - max high) scale) over the shares of one row, in order.
+    """Compute sum(w part) / sum(w sum) with w = e^((high - max high) scale) over the shares of one row.
 
     scale is 1 with a softcap. Times log2(e) it is rounded here as in `attend_kernel`, so that the results are the same.
     parts [B, Hkv, splits, N * G, D] and stats [B, Hkv, splits, N * G, 2] as `attend_kernel` stores them; shares that no
@@ -384,26 +384,24 @@ def merge_kernel(
     EXACT: tl.constexpr = out.dtype.element_ty == tl.float32
     factor, rows, row = scale * LOG2E, nodes * groups, tl.program_id(0)
     first_part = (i_b.to(tl.int64) * tl.num_programs(1) + i_h) * splits * rows + row
-    parts += first_part * D
-    stats += first_part * 2
-    o_s, o_d = tl.arange(0, CHUNK), tl.arange(0, BLOCK_D)
+    o_d = tl.arange(0, BLOCK_D)
     m_d = o_d < D
     high, total = float("-inf"), 0.0
     b_acc = tl.zeros([BLOCK_D], tl.float32)
     for start in range(0, used, CHUNK):
-        # [CHUNK]
-        b_highs = tl.load(stats + (start + o_s) * rows * 2, mask=start + o_s < used, other=float("-inf"))
+        # [CHUNK], [CHUNK, BLOCK_D]: all loads of a chunk are under way at once.
+        o_s = start + tl.arange(0, CHUNK)
+        m_s = o_s < used
+        o_part = first_part + o_s * rows
+        b_highs = tl.load(stats + o_part * 2, mask=m_s, other=float("-inf"))
+        b_sums = tl.load(stats + o_part * 2 + 1, mask=m_s, other=0.0)
+        b_parts = tl.load(parts + o_part[:, None] * D + o_d[None, :], mask=m_s[:, None] & m_d[None, :], other=0.0)
         new_high = tl.maximum(high, tl.max(b_highs, 0))
         base = tl.where(new_high == float("-inf"), 0.0, new_high)
-        shrink = _power((high - base) * factor, EXACT)
-        total, b_acc, high = total * shrink, b_acc * shrink, new_high
-        for share in tl.range(start, tl.minimum(start + CHUNK, used), num_stages=CHUNK):
-            p_stats = stats + share * rows * 2
-            # [BLOCK_D]
-            b_part = tl.load(parts + (share * rows).to(tl.int64) * D + o_d, mask=m_d, other=0.0)
-            weight = _power((tl.load(p_stats) - base) * factor, EXACT)
-            total += weight * tl.load(p_stats + 1)
-            b_acc += weight * b_part
+        shrink, b_weights = _power((high - base) * factor, EXACT), _power((b_highs - base) * factor, EXACT)
+        total = total * shrink + tl.sum(b_weights * b_sums, 0)
+        b_acc = b_acc * shrink + tl.sum(b_weights[:, None] * b_parts, 0)
+        high = new_high
     o_out = (i_b.to(tl.int64) * nodes + row // groups) * (tl.num_programs(1) * groups) + i_h * groups + row % groups
     b_out = tl.div_rn(b_acc, tl.zeros_like(b_acc) + total)
     tl.store(out + o_out * D + o_d, b_out.to(out.dtype.element_ty), mask=m_d)
