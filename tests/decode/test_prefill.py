@@ -132,9 +132,9 @@ def forward(make, rows):
     for row in rows:
         model, cache = make(), DynamicCache()  # without a config, sliding layers also keep everything
         with torch.no_grad():
-            out = model.model(row[None], None, None, cache, use_cache=True)
+            out = model.model(row[None].to(model.device), None, None, cache, use_cache=True)
         kv = torch.stack([torch.stack([layer.keys[0], layer.values[0]]) for layer in cache.layers])
-        found.append((out.last_hidden_state[0, -1], kv))
+        found.append((out.last_hidden_state[0, -1].cpu(), kv.cpu()))
     return found
 
 
@@ -145,9 +145,9 @@ def distance(ones, others):
     )
 
 
-def agreement(make, rows, dtype=torch.float32):
+def agreement(make, rows, dtype=torch.float32, device="cpu"):
     """A check of a state's rows: at most twice as far from fp64 as transformers' own forward, plus one rounding."""
-    exact, theirs = forward(lambda: make().double(), rows), forward(make, rows)
+    exact, theirs = forward(lambda: make().double(), rows), forward(lambda: make().to(device), rows)
     bounds = distance(theirs, exact)
     largest = [max(found[i].abs().max().item() for found in exact) for i in (0, 1)]
 
@@ -634,7 +634,7 @@ def test_prefill_on_a_gpu_makes_no_mask():
 @pytest.mark.parametrize(("family", "overrides"), [("llama", {}), ("mistral", {"sliding_window": 300})])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_chunks_on_a_gpu(family, overrides, dtype):
-    """Chunks of several pieces; the errors of transformers' forward in that dtype are taken on a CPU."""
+    """Chunks of several pieces."""
     lengths = [1300, 900]
     shape = {"hidden_size": 64, "num_attention_heads": 8, "max_position_embeddings": 2048}
     make = functools.partial(tiny, family, dtype=dtype, **shape, **overrides)
@@ -643,7 +643,7 @@ def test_chunks_on_a_gpu(family, overrides, dtype):
         state = medusa._steps.pool.acquire(Sizes(lengths, NEW), 1400)
         limits = Limits([NEW] * 2, [0] * 2, [], device="cuda")
         prefill(medusa.backbone, [row.cuda() for row in rows], state, Greedy(), limits, chunk=2 * 520)
-    agreement(make, rows, dtype)(state)
+    agreement(make, rows, dtype, "cuda")(state)
 
 
 @pytest.mark.parametrize(("stored", "most"), [(torch.uint8, 1024), (torch.int8, 256), (torch.bfloat16, 128)], ids=str)

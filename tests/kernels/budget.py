@@ -29,6 +29,6 @@ def assert_within_twice(got: Tensor, same_precision: Tensor, exact: Tensor, larg
 def assert_typical_error_within_twice(got: Tensor, same_precision: Tensor, exact: Tensor) -> None:
     """Root mean square errors instead of the largest ones, which on a few numbers depend on chance."""
     assert got.shape == exact.shape
-    error, plain = ((t.double().cpu() - exact).square().mean().sqrt().item() for t in (got, same_precision))
+    error, plain = ((t.double().cpu() - exact.cpu()).square().mean().sqrt().item() for t in (got, same_precision))
     granted = torch.finfo(got.dtype).eps / 2 * exact.abs().max().item()
     assert error <= max(2 * plain, granted), f"error {error:.3e}, PyTorch's {plain:.3e}"

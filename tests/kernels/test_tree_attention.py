@@ -203,10 +203,9 @@ def cut_finely(
 ) -> None:
     """Make the kernels, if they are used, take small tiles and split the keys into one part per block, or a number."""
     kernels = pytest.importorskip("medusa_kernels._triton.tree_attention")
-    config = kernels.Config(rows, 16, 4, 2, 64, 16, overlap)
+    config = kernels.Config(rows, 16, 4, 2, 1, 16, overlap)
     monkeypatch.setattr(kernels, "configuration", lambda *_, **__: config)
-    if splits is not None:
-        monkeypatch.setattr(kernels, "_splits", lambda *_: splits)
+    monkeypatch.setattr(kernels, "_splits", lambda *given: splits or max(1, given[-1] // 16))
 
 
 @pytest.mark.parametrize(("nodes", "window"), [(1, None), (5, 3), (70, None), (70, 50)])
