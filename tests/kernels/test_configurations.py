@@ -81,7 +81,7 @@ def test_no_projection_leaves_a_third_of_a_gpu_idle(rows: int, model: str, gpu: 
 
 
 def test_parts_are_no_more_than_they_must_be() -> None:
-    """Wide weights fill the device by themselves; fp32 and more than 64 rows are never divided, on Hopper from 17 on."""
+    """Wide weights fill the device by themselves; fp32, more than 64 rows, and on Hopper 64 are not divided."""
     h200 = TARGETS["90"]
     assert best_parts(h200, BF16, 64, 128256, 4096) == 1
     assert best_parts(h200, BF16, 16, 4096, 4096) > 1
