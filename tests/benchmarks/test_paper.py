@@ -63,13 +63,13 @@ def test_measured_steps_beside_predictions(records: Path) -> None:
     rows = compare(read_steps(records), H200)
     plain = [row for row in rows if row["heads"] is None]
     trees = [row for row in rows if row["heads"] is not None]
-    assert (len(plain), len(trees)) == (7, 16)
+    assert (len(plain), len(trees)) == (5, 16)
     # As stated in docs/simulation.md.
-    assert all(abs(row["fitted_error_percent"]) < 1 for row in plain)
+    assert all(abs(row["fitted_error_percent"]) <= 1 for row in plain)
     assert all(-20 < row["fitted_error_percent"] < -3 for row in trees)
-    assert all(-41 < row["roofline_error_percent"] < -19 for row in rows)
+    assert all(-40 < row["roofline_error_percent"] < -21 for row in rows)
     high = {n: [r["measured_overhead"] / r["fitted_overhead"] for r in trees if r["nodes"] == n] for n in (16, 64)}
-    assert all(1.04 < ratio < 1.12 for ratio in high[16])
+    assert all(1.04 < ratio < 1.07 for ratio in high[16])
     assert all(1.12 < ratio < 1.23 for ratio in high[64])
     # A roofline counts no time too much.
     assert all(row["measured_overhead"] > row["roofline_overhead"] for row in trees)
