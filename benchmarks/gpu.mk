@@ -4,7 +4,7 @@
 PY ?= $(BIN)/python
 GPU_JOBS ?= 6
 GPU_ABLATIONS := gpu-figure-4 gpu-figure-5 gpu-table-3 gpu-dynamic
-GPU_BENCHMARKS := gpu-explain gpu-attention gpu-heads gpu-verify gpu-compact gpu-sampling gpu-settings gpu-step gpu-prefill \
+GPU_BENCHMARKS := gpu-explain gpu-attention gpu-heads gpu-verify gpu-compact gpu-sampling gpu-step gpu-prefill \
 	gpu-projections gpu-stored gpu-tensor-parallel
 GPU_STAGES := gpu-test gpu-test-compiled gpu-sanitize $(GPU_BENCHMARKS) $(GPU_ABLATIONS)
 # The last commit of what is measured: committing results, words or what draws and checks them repeats no stage.
@@ -60,14 +60,10 @@ gpu-projections = $(BENCH)bench_decode_linear
 gpu-stored = $(BENCH)bench_decode_linear --stored --budget 400
 # Says that it is skipped on a machine with one GPU.
 gpu-tensor-parallel = $(BENCH)bench_tensor_parallel
-# Where a step's time goes, with the kernels of 0.2 next to the new ones.
+# Where a step's time goes.
 EXPLAIN = $(BENCH)explain --seconds 0.2
 gpu-explain = $(EXPLAIN) --nodes 64 && $(EXPLAIN) --nodes 1 && $(EXPLAIN) --model Llama-3-8B --prefix 8192 --nodes 64 \
 	--heads "shared, trimmed 8192" && $(EXPLAIN) --model Qwen3-8B --nodes 64 --heads "shared, trimmed 8192"
-# Settings that no GPU has judged: docs/benchmarks.md has what is predicted for each.
-gpu-settings = $(BENCH)bench_tree_attention --only spare --budget 60 && $(EXPLAIN) --nodes 64 \
-	--ways graph "graph with merges up to 32 KiB" "graph with calculated bytes in flight" && \
-	$(EXPLAIN) --nodes 16 --ways graph "graph with calculated bytes in flight" "graph with two warps for 16 rows"
 $(GPU_BENCHMARKS): gpu-build
 	$(call stage,$($@))
 
