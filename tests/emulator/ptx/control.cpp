@@ -5,7 +5,11 @@ namespace ptx {
 namespace {
 
 void build_exit(Build& o) { o.i.kind = Kind::Exit; }
-void build_nothing(Build& o) { o.i.kind = Kind::Nothing; }
+// Fences between proxies, of shared memory that wgmma reads: not modelled.
+void build_fence(Build& o) {
+  if (!o.has("proxy")) o.refuse("a fence between threads");
+  o.i.kind = Kind::Nothing;
+}
 
 void build_barrier(Build& o) {
   if (o.has("warp")) {
@@ -26,7 +30,7 @@ void add_control(Builders& b) {
   b["ret"] = b["exit"] = &build_exit;
   b["bar"] = b["barrier"] = &build_barrier;
   b["griddepcontrol"] = &build_grid;
-  b["nanosleep"] = b["setmaxnreg"] = &build_nothing;
+  b["fence"] = &build_fence;
 }
 
 const Builders& builders() {

@@ -98,10 +98,7 @@ struct Block {
   bool waited = false, triggered = false;
   std::vector<u8> shared;
   std::vector<Warp> warps;
-  // Of the race detector.
-  std::vector<Cell> cells;
-  View known;                                      // by every thread, since the last barrier
-  std::map<u32, View> own, to_release, to_acquire;  // by thread: known to it alone; around fences
+  std::vector<Cell> cells;  // of the race detector
 };
 
 struct Launch {

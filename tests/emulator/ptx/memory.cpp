@@ -1,4 +1,4 @@
-// Loads, stores, atomics, fences and asynchronous copies.
+// Loads, stores and asynchronous copies.
 #include "memory.h"
 
 #include <cstring>
@@ -54,7 +54,7 @@ u8* reach(Context& c, const Instruction& i, u32 lane, u32 size, Use use, const v
 // ---- loads and stores: a is the address, d or b the data ----
 void load(Context& c, const Instruction& i, u32 mask) {
   for_lanes(mask, [&](u32 lane) {
-    const u8* from = reach(c, i, lane, i.size * i.count, i.strong ? Use::StrongRead : Use::Read);
+    const u8* from = reach(c, i, lane, i.size * i.count, Use::Read);
     for (u32 n = 0; n < i.count; ++n) {
       u64 x = 0;
       std::memcpy(&x, from + n * i.size, i.size);
@@ -71,7 +71,7 @@ void store(Context& c, const Instruction& i, u32 mask) {
       const u64 x = c.get(i.b[n], lane);
       std::memcpy(value + n * i.size, &x, i.size);
     }
-    std::memcpy(reach(c, i, lane, total, i.strong ? Use::StrongWrite : Use::Write, value), value, total);
+    std::memcpy(reach(c, i, lane, total, Use::Write, value), value, total);
   });
 }
 
@@ -94,8 +94,8 @@ void build_load_or_store(Build& o) {
   i.size = o.width;
   i.count = o.has("v8") ? 8 : o.has("v4") ? 4 : o.has("v2") ? 2 : 1;
   i.with_sign = o.with_sign;
-  i.strong = o.has("relaxed") || o.has("acquire") || o.has("release") || o.has("volatile");
-  if (o.has("acquire") || o.has("release")) o.refuse("ordered loads and stores");
+  for (const char* word : {"relaxed", "acquire", "release", "volatile"})
+    if (o.has(word)) o.refuse("ordered loads and stores");
   if (!i.size || i.size > 8 || i.size * i.count > 32) o.refuse("numbers of this size");
   const size_t address = stores ? 0 : 1;
   if (!stores && o.has("param")) {
@@ -120,83 +120,6 @@ void build_load_or_store(Build& o) {
   }
   (stores ? i.b : i.d) = o.registers(stores ? 1 : 0, o.width);
   if ((stores ? i.b : i.d).size() != i.count) o.refuse("another number of registers than of values");
-}
-
-// ---- atomics: a is the address, b and c the operands, d the result ----
-const std::vector<std::string> kOperations = {"add", "min", "max", "and", "or", "xor", "exch", "cas", "inc", "dec"};
-
-template <class T>
-T combined(u8 operation, T old, T x, T y) {
-  switch (operation) {
-    case 0: return old + x;
-    case 1: return std::min(old, x);
-    case 2: return std::max(old, x);
-    case 6: return x;
-    case 7: return old == x ? y : old;
-  }
-  if constexpr (std::is_integral_v<T>) {
-    switch (operation) {
-      case 3: return old & x;
-      case 4: return old | x;
-      case 5: return old ^ x;
-      case 8: return old >= x ? T(0) : old + 1;
-      case 9: return old == 0 || old > x ? x : old - 1;
-    }
-  }
-  return old;
-}
-
-template <class T>
-T as(u64 x) {
-  T out;
-  std::memcpy(&out, &x, sizeof(T));
-  return out;
-}
-
-template <class T>
-void atomic(Context& c, const Instruction& i, u32 mask) {
-  for_lanes(mask, [&](u32 lane) {
-    u8* at = reach(c, i, lane, sizeof(T), Use::Atomic);
-    if (i.space == Space::Global) note_atomic(c, i, lane, reinterpret_cast<u64>(at));
-    T old;
-    std::memcpy(&old, at, sizeof(T));
-    const T now = combined(i.mode, old, as<T>(c.get(i.b[0], lane)), i.c.empty() ? T() : as<T>(c.get(i.c[0], lane)));
-    std::memcpy(at, &now, sizeof(T));
-    if (i.d.empty()) return;
-    u64 wide = 0;
-    std::memcpy(&wide, &old, sizeof(T));
-    c.put(i.d[0], lane, wide);
-  });
-}
-
-void build_atomic(Build& o) {
-  static const std::unordered_map<std::string, Handler> kByType = {
-      {"u32", &atomic<u32>}, {"b32", &atomic<u32>}, {"s32", &atomic<s32>},  {"u64", &atomic<u64>},
-      {"b64", &atomic<u64>}, {"s64", &atomic<s64>}, {"f32", &atomic<float>}};
-  const size_t address = o.words[0] == "atom" ? 1 : 0;
-  Instruction& i = o.i;
-  i.mode = o.choose(kOperations);
-  i.acquire = o.has("acquire") || o.has("acq_rel");
-  i.release = o.has("release") || o.has("acq_rel");
-  i.scope = o.has("cta") ? Scope::Block : Scope::Device;
-  const bool shared = o.has("shared") || o.has("shared::cta");
-  i.a = o.address(address, shared ? Space::Shared : Space::Global);
-  if (address) i.d = o.registers(0, o.width);
-  i.b = o.registers(address + 1, o.width);
-  if (kOperations[i.mode] == "cas") i.c = o.registers(address + 2, o.width);
-  u32& unit = shared ? o.kernel.shared_unit : o.kernel.global_unit;
-  unit = std::min<u32>(unit, o.width);
-  const auto found = kByType.find(o.words.back());
-  if (found == kByType.end()) o.refuse("atomics of this type");
-  i.run = found->second;
-}
-
-void fence(Context& c, const Instruction&, u32 mask) { note_fence(c, mask); }
-
-void build_fence(Build& o) {
-  // Fences between proxies, of shared memory that wgmma reads: not modelled.
-  if (o.has("proxy") || o.has("cta")) o.i.kind = Kind::Nothing;
-  else o.i.run = &fence;
 }
 
 // ---- cp.async: a is the address in shared memory, b that in global memory, c how many bytes are given ----
@@ -233,7 +156,6 @@ void copy_async(Context& c, const Instruction& i, u32 mask) {
 void commit_copies(Context& c, const Instruction&, u32) { c.warp.copies.commit(); }
 
 void wait_for_copies(Context& c, const Instruction& i, u32) {
-  if (i.flag) c.warp.copies.commit();  // wait_all
   std::vector<Copy> group;
   while (c.warp.copies.take(i.value, group))
     for (Copy& copy : group) {
@@ -242,31 +164,14 @@ void wait_for_copies(Context& c, const Instruction& i, u32) {
     }
 }
 
-// Reads nothing, but its address must be one.
-void prefetch(Context& c, const Instruction& i, u32 mask) {
-  for_lanes(mask, [&](u32 lane) {
-    const u64 address = c.get(i.a[0], lane) + static_cast<u64>(i.offset), size = i.b.empty() ? 1 : c.get(i.b[0], lane);
-    if (!i.b.empty() && (address % 16 || size % 16)) c.stop("MISALIGNED bulk prefetch", i, lane);
-    const auto within = [&](const Range& range) { return address >= range.begin && address + size <= range.end; };
-    if (std::none_of(c.launch.ranges.begin(), c.launch.ranges.end(), within)) c.find("OUT OF BOUNDS prefetch", i, lane);
-  });
-}
-
 void build_copy(Build& o) {
   Instruction& i = o.i;
-  if (o.has("prefetch")) {
-    i.a = o.address(0, Space::Global);
-    i.b = o.registers(1, 4);
-    i.run = &prefetch;
-    return;
-  }
   if (!o.has("async") || o.has("bulk") || o.has("mbarrier")) o.refuse("this copy");
   if (o.has("commit_group")) {
     i.run = &commit_copies;
     i.together = true;
-  } else if (o.has("wait_group") || o.has("wait_all")) {
-    i.flag = o.has("wait_all");
-    i.value = i.flag ? 0 : static_cast<u32>(o.number(0));
+  } else if (o.has("wait_group")) {
+    i.value = static_cast<u32>(o.number(0));
     i.run = &wait_for_copies;
     i.together = true;
   } else {
@@ -274,37 +179,19 @@ void build_copy(Build& o) {
     i.a = o.address(0, Space::Shared);
     i.b = o.registers(1, 8);
     i.offset_b = o.operand(1).offset;
-    // A cache policy comes last; the number of bytes before it.
-    if (o.operands.size() > 3u + o.has("L2::cache_hint")) i.c = o.registers(3, 4);
+    if (o.has("L2::cache_hint")) o.refuse("a cache policy");
+    if (o.operands.size() > 3) i.c = o.registers(3, 4);
     o.kernel.shared_unit = std::min(o.kernel.shared_unit, i.size);
     o.kernel.global_unit = std::min(o.kernel.global_unit, i.size);
     i.run = &copy_async;
   }
 }
 
-void build_prefetch(Build& o) {
-  o.i.a = o.address(0, Space::Global);
-  o.i.run = &prefetch;
-}
-
-void no_policy(Context& c, const Instruction& i, u32 mask) {
-  for_lanes(mask, [&](u32 lane) { c.put(i.d[0], lane, 0); });
-}
-
-void build_policy(Build& o) {
-  o.i.d = o.registers(0, 8);
-  o.i.run = &no_policy;
-}
-
 }  // namespace
 
 void add_memory(Builders& b) {
   b["ld"] = b["st"] = &build_load_or_store;
-  b["atom"] = b["red"] = &build_atomic;
-  b["membar"] = b["fence"] = &build_fence;
   b["cp"] = &build_copy;
-  b["prefetch"] = b["prefetchu"] = &build_prefetch;
-  b["createpolicy"] = &build_policy;
 }
 
 }  // namespace ptx

@@ -27,7 +27,6 @@ struct Register {
 using Registers = std::vector<Register>;
 
 enum class Space : u8 { Global, Shared, Param };
-enum class Scope : u8 { Block, Device };
 
 struct Instruction {
   Handler run = nullptr;
@@ -41,8 +40,7 @@ struct Instruction {
   s64 offset = 0, offset_b = 0;
   u32 size = 0, count = 1, target = 0, value = 0;
   Space space = Space::Global;
-  Scope scope = Scope::Device;
-  bool with_sign = false, release = false, acquire = false, strong = false, flag = false;
+  bool with_sign = false, flag = false;
   u8 mode = 0, type = 0;
   // Where it is from.
   u32 line = 0, source_line = 0, source_file = 0;

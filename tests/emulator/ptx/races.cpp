@@ -6,18 +6,6 @@
 
 namespace ptx {
 
-void View::merge(const View& other) {
-  if (below.size() < other.below.size()) below.resize(other.below.size());
-  for (size_t n = 0; n < other.below.size(); ++n) below[n] = std::max(below[n], other.below[n]);
-  for (const auto& [key, epoch] : other.threads) threads[key] = std::max(threads[key], epoch);
-}
-
-bool View::has(const Stamp& access) const {
-  if (access.block < below.size() && access.epoch < below[access.block]) return true;
-  const auto found = threads.find({access.block, access.thread});
-  return found != threads.end() && access.epoch < found->second;
-}
-
 Cell& GlobalCells::of(u64 address) {
   const u64 index = address / unit;
   if (last_index != index / 512) {
@@ -69,20 +57,13 @@ void note_writer(Cell& cell, const Stamp& now, Use use) {
   cell.written = true;
   cell.write = now;
   cell.in_flight = use == Use::Copy;
-  cell.atomic = use == Use::Atomic || use == Use::StrongWrite;
 }
 
-bool writes(Use use) { return use != Use::Read && use != Use::StrongRead; }
-bool strong(Use use) { return use == Use::Atomic || use == Use::StrongRead || use == Use::StrongWrite; }
+bool writes(Use use) { return use != Use::Read; }
 
 // Whether an access of this launch or an earlier one happened before `now`.
 bool ordered(Context& c, const Stamp& other, const Stamp& now) {
-  if (other.launch == now.launch) {
-    if (other.block == now.block) return before(other, now);
-    if (c.block.known.has(other)) return true;
-    const auto own = c.block.own.find(now.thread);
-    return own != c.block.own.end() && own->second.has(other);
-  }
+  if (other.launch == now.launch) return other.block == now.block && before(other, now);
   // A launch without the attribute starts after all before it. A programmatic one knows of the end of the one before
   // after its wait, and of earlier ones if every block of that one had waited, too.
   for (u32 n = other.launch + 1; n <= now.launch; ++n) {
@@ -108,7 +89,7 @@ void note_shared(Context& c, const Instruction& i, u32 lane, u32 address, u32 si
     Cell& cell = c.block.cells[(at - kSharedBase) / unit];
     if (cell.in_flight)
       race(c, std::string("RACE in shared memory, ") + (writes(use) ? "write over" : "read of") + " a copy in flight", i, lane, cell.write);
-    const bool unordered = cell.written && !cell.in_flight && !before(cell.write, now) && !(strong(use) && cell.atomic);
+    const bool unordered = cell.written && !cell.in_flight && !before(cell.write, now);
     if (!writes(use)) {
       if (!cell.written) c.find("UNWRITTEN shared memory is read", i, lane);
       if (unordered) race(c, "RACE in shared memory " + between(cell.write, now) + ", read after write", i, lane, cell.write);
@@ -136,7 +117,7 @@ void note_global(Context& c, const Instruction& i, u32 lane, u64 address, u32 si
     const auto changes = [&] {
       return !bytes || std::memcmp(bytes + (at - address), reinterpret_cast<const void*>(at), unit);
     };
-    if (cell.written && !(strong(use) && cell.atomic) && !ordered(c, cell.write, now) && (!writes(use) || changes()))
+    if (cell.written && !ordered(c, cell.write, now) && (!writes(use) || changes()))
       race(c, "RACE in global memory " + between(cell.write, now) + (writes(use) ? ", two writes" : ", read after write"), i, lane, cell.write);
     if (!writes(use)) {
       note_reader(cell, now);
@@ -164,48 +145,6 @@ void copy_arrived(Context& c, u32 lane, u32 address, u32 size) {
     cell.write.epoch = c.block.epoch;
     cell.write.warp_epoch = c.warp.epoch;
   }
-}
-
-namespace {
-
-// Adds to a view what a thread knows, and all that happened before its block's last barrier, and its own accesses.
-void release(Context& c, u32 thread, View& into) {
-  into.merge(c.block.known);
-  if (const auto own = c.block.own.find(thread); own != c.block.own.end()) into.merge(own->second);
-  if (into.below.size() < c.launch.blocks) into.below.resize(c.launch.blocks);
-  into.below[c.block.id] = std::max(into.below[c.block.id], c.block.epoch);
-  into.threads[{c.block.id, thread}] = c.block.epoch + 1;
-}
-
-}  // namespace
-
-// A fence makes a relaxed atomic after it a release, and one before it an acquire.
-void note_fence(Context& c, u32 mask) {
-  if (!c.machine.settings.races) return;
-  for_lanes(mask, [&](u32 lane) {
-    const u32 thread = c.thread(lane);
-    release(c, thread, c.block.to_release[thread]);
-    if (const auto found = c.block.to_acquire.find(thread); found != c.block.to_acquire.end())
-      c.block.own[thread].merge(found->second);
-  });
-}
-
-void note_atomic(Context& c, const Instruction& i, u32 lane, u64 address) {
-  if (!c.machine.settings.races || i.scope != Scope::Device) return;
-  const u32 thread = c.thread(lane);
-  View& here = c.machine.cells.locations[address];
-  (i.acquire ? c.block.own : c.block.to_acquire)[thread].merge(here);
-  if (i.release) {
-    release(c, thread, here);
-  } else if (const auto found = c.block.to_release.find(thread); found != c.block.to_release.end()) {
-    here.merge(found->second);
-  }
-}
-
-// At a barrier every thread learns what any of them knew.
-void note_barrier(Block& block) {
-  for (const auto& [thread, view] : block.own) block.known.merge(view);
-  block.own.clear();
 }
 
 }  // namespace ptx

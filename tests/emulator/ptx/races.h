@@ -1,16 +1,14 @@
 // The race detector: who last wrote and read each unit of memory, and whether that happened before an access.
 //
 // Within a block, bar.sync orders all threads and bar.warp.sync those of a warp: an access with an older epoch happened
-// before. A copy by cp.async is a write in flight until its thread has waited for it. Between blocks of a launch only a
-// release and an acquire at the scope of the device through one location order anything. Between launches their end
-// does, of which a programmatic launch knows after griddepcontrol.wait. Writing the value that is already there is no
-// race: Triton lets several threads store the same number.
+// before. A copy by cp.async is a write in flight until its thread has waited for it. Nothing orders blocks of a launch:
+// no kernel has atomics. Launches are ordered by their end, of which a programmatic launch knows after
+// griddepcontrol.wait. Writing the value that is already there is no race: Triton lets several threads store the same
+// number.
 #pragma once
 #include <array>
-#include <map>
 #include <memory>
 #include <unordered_map>
-#include <vector>
 
 #include "program.h"
 
@@ -24,35 +22,23 @@ struct Stamp {  // of an access
 struct Cell {
   Stamp write, read;
   u32 reading_warps = 0, reading_lanes = 0;  // since the reader's last barrier: all warps, and the last warp's lanes
-  bool written = false, was_read = false, in_flight = false, atomic = false, several_blocks = false;
-};
-
-// What happened before a point in time: of each block all accesses with an epoch below a number, and of some threads more.
-struct View {
-  std::vector<u32> below;
-  std::map<std::pair<u32, u32>, u32> threads;
-  void merge(const View& other);
-  bool has(const Stamp& access) const;
+  bool written = false, was_read = false, in_flight = false, several_blocks = false;
 };
 
 struct GlobalCells {
   using Page = std::array<Cell, 512>;
   std::unordered_map<u64, std::unique_ptr<Page>> pages;
-  std::unordered_map<u64, View> locations;  // what releases through an address made visible
   u32 unit = 16;
   u64 last_index = ~0ull;
   Page* last = nullptr;
   Cell& of(u64 address);
 };
 
-enum class Use : u8 { Read, Write, Copy, Atomic, StrongRead, StrongWrite };
+enum class Use : u8 { Read, Write, Copy };
 
 // Note an access by a lane; `value`: what it writes, if that is known yet.
 void note_shared(Context&, const Instruction&, u32 lane, u32 address, u32 size, Use, const void* value = nullptr);
 void note_global(Context&, const Instruction&, u32 lane, u64 address, u32 size, Use, const void* value = nullptr);
 void copy_arrived(Context&, u32 lane, u32 address, u32 size);
-void note_fence(Context&, u32 mask);
-void note_atomic(Context&, const Instruction&, u32 lane, u64 address);
-void note_barrier(struct Block&);
 
 }  // namespace ptx

@@ -98,7 +98,6 @@ void try_barrier(Block& block) {
     ++w.epoch;
   }
   ++block.epoch;
-  note_barrier(block);
 }
 
 u32 mask_of(const u8* predicate) {

@@ -41,23 +41,6 @@ void build_shuffle(Build& o) {
   o.i.run = &shuffle;
 }
 
-// a: a predicate, with_sign: negated.
-void vote(Context& c, const Instruction& i, u32 mask) {
-  u32 ballot = 0;
-  for_lanes(mask, [&](u32 lane) { ballot |= static_cast<u32>((c.get(i.a[0], lane) & 1) != i.with_sign) << lane; });
-  const u32 results[] = {ballot, ballot != 0, ballot == mask, ballot == 0 || ballot == mask};
-  for_lanes(mask, [&](u32 lane) { c.put(i.d[0], lane, results[i.mode]); });
-}
-
-void build_vote(Build& o) {
-  o.i.mode = o.choose({"ballot", "any", "all", "uni"});
-  o.i.d = o.registers(0, o.i.mode ? 1 : 4);
-  o.i.a = o.registers(1, 1);
-  o.i.with_sign = o.operand(1).negated;
-  o.i.together = true;
-  o.i.run = &vote;
-}
-
 void reduce(Context& c, const Instruction& i, u32 mask) {
   const u32* in = c.at<u32>(i.at[1]);
   u32 x = in[std::countr_zero(mask)];
@@ -85,39 +68,11 @@ void build_reduce(Build& o) {
   o.i.run = &reduce;
 }
 
-void active_mask(Context& c, const Instruction& i, u32 mask) {
-  for_lanes(mask, [&](u32 lane) { c.put(i.d[0], lane, mask); });
-}
-
-void build_active_mask(Build& o) {
-  o.i.d = o.registers(0, 4);
-  o.i.run = &active_mask;
-}
-
-// d: the elected lane, and whether a lane is it.
-void elect(Context& c, const Instruction& i, u32 mask) {
-  const u32 leader = static_cast<u32>(std::countr_zero(mask));
-  for_lanes(mask, [&](u32 lane) {
-    c.put(i.d[0], lane, leader);
-    c.put(i.d[1], lane, lane == leader);
-  });
-}
-
-void build_elect(Build& o) {
-  o.i.d = o.registers(0, 4);
-  o.i.d.push_back(o.second(0));
-  o.i.together = true;
-  o.i.run = &elect;
-}
-
 }  // namespace
 
 void add_warp(Builders& b) {
   b["shfl"] = &build_shuffle;
-  b["vote"] = &build_vote;
   b["redux"] = &build_reduce;
-  b["activemask"] = &build_active_mask;
-  b["elect"] = &build_elect;
 }
 
 }  // namespace ptx
