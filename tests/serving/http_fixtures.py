@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from http_server import Live, live
 from transformers import AutoTokenizer
 
 from medusa_decoding.chat.template import ChatTemplate
@@ -15,6 +14,9 @@ from medusa_decoding.demo import CHECKPOINT
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.serving.engine import Engine
 from medusa_decoding.trees.tree import Tree
+
+if TYPE_CHECKING:
+    from http_server import Live
 
 
 @pytest.fixture(scope="session")
@@ -41,5 +43,7 @@ def demo_engine(demo: MedusaModel) -> Iterator[Engine]:
 
 @pytest.fixture(scope="session")
 def server(demo_engine: Engine, encoder: ChatTemplate) -> Iterator[Live]:
+    from http_server import live  # needs the server's packages, which a GPU machine may lack
+
     with live(demo_engine, encoder) as running:
         yield running
