@@ -87,7 +87,7 @@ def test_parts_are_no_more_than_they_must_be() -> None:
     assert best_parts(h200, BF16, 16, 4096, 4096) > 1
     assert best_parts(h200, BF16, 64, 4096, 4096) == 1
     assert best_parts(TARGETS["80"], BF16, 64, 4096, 4096) > 1
-    assert best_parts(h200, BF16, 65, 4096, 4096) == 1
+    assert best_parts(TARGETS["80"], BF16, 65, 4096, 4096) == 1
     assert best_parts(h200, torch.float32, 64, 4096, 4096) == 1
 
 
