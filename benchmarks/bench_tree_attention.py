@@ -5,9 +5,9 @@
 
 Every peer computes the same function (its difference from ours is printed) with its mask prepared outside the timing;
 keys and values are the valid rows only. Lines named "unmasked" compute plain attention over the same rows: a floor, not
-a peer. Cases with `spare` rows are short texts in a large cache: our op alone, as it is planned for the whole cache, in
-one wave, and with a view of the valid rows. Bytes: keys and values of all valid rows once, queries and output.
-FlexAttention is compiled for each shape, so it is limited to the first `--flex` cases in the order of `--list`.
+a peer. Cases with `spare` rows are short texts in a large cache: our op alone, as it is planned for the whole cache,
+and with a view of the valid rows. Bytes: keys and values of all valid rows once, queries and output. FlexAttention is
+compiled for each shape, so it is limited to the first `--flex` cases in the order of `--list`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -156,12 +155,6 @@ def ours(x: Inputs) -> Tensor:
     return tree_attention(x.q, x.k_cache, x.v_cache, x.cache_lens, x.ancestors)
 
 
-def in_one_wave(x: Inputs) -> Tensor:
-    """Our op, with no more programs than run at once."""
-    with mock.patch("medusa_kernels._triton.tree_attention.MOST_WAVES", 1):
-        return ours(x)
-
-
 def of_valid_rows(x: Inputs) -> Tensor:
     """Our op, planned for the valid rows."""
     return ours(replace(x, k_cache=x.k, v_cache=x.v))
@@ -183,10 +176,9 @@ def measure(case: Case, run: suite.Run) -> None:
     timed(suite.OURS, ours, **suite.served(OP, run.device))
     expected = ours(copies[0])
     if case.spare:
-        for name, way in {"one wave": in_one_wave, "valid rows": of_valid_rows}.items():
-            error = float((way(copies[0]).float() - expected.float()).norm() / expected.float().norm())
-            if run.agrees(case, name, error, TOLERANCE[run.dtype]):
-                timed(name, way)
+        error = float((of_valid_rows(copies[0]).float() - expected.float()).norm() / expected.float().norm())
+        if run.agrees(case, "valid rows", error, TOLERANCE[run.dtype]):
+            timed("valid rows", of_valid_rows)
         return
     peers: dict[str, Callable[[Case, suite.Run], Variants | str]] = {
         "sdpa": sdpa, "flashinfer": flashinfer, "flash-attn unmasked": flash_attn_unmasked
