@@ -25,6 +25,8 @@ MERGE_CHUNK = 8
 """Shares whose largest scores the merge loads at once."""
 
 MERGE = Warps(num_warps=1, num_stages=2)
+MERGE_OPTIONS = OPTIONS | {"enable_fp_fusion": False}
+"""Threads add the same products in other orders, and several of them store one result: fused, they would differ."""
 
 
 def _constants(config: Config, head_dim: int, nodes: int, window: int | None) -> dict[str, Any]:
@@ -125,7 +127,7 @@ def tree_attention(
             merge_kernel[(rows, kv_heads, batch)](
                 parts, stats, cache_lens, out, size if softcap is None else 1.0, *sizes,
                 **_constants(config, head_dim, nodes, window),
-                CHUNK=MERGE_CHUNK, PDL=pdl, num_warps=MERGE.num_warps, num_stages=MERGE.num_stages, **OPTIONS,
+                CHUNK=MERGE_CHUNK, PDL=pdl, num_warps=MERGE.num_warps, num_stages=MERGE.num_stages, **MERGE_OPTIONS,
                 **launch_options(pdl),
             )  # fmt: skip
     return out
