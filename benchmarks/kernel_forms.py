@@ -130,13 +130,14 @@ def _tree_attention(device: Device) -> Iterator[Specialisation]:
         yield _attend_form(device, (dtype, dim, nodes, rows, None, False), eight_bits=True)
     for dtype, head_dim in _MERGES:
         config, kind = tree_attention.configuration(device, dtype, head_dim, 64), TRITON_TYPES[dtype]
-        yield specialise(
+        found = specialise(
             f"tree_attention merge {kind} D{head_dim}",
             tree_attention.merge_kernel,
             {"parts stats": "*fp32", "out": f"*{kind}", "cache_lens": "*i32", "scale": "fp32"},
             tree_attention._constants(config, head_dim, 64, None) | {"CHUNK": tree_attention.MERGE_CHUNK, "PDL": pdl},
             tree_attention.MERGE,
         )
+        yield replace(found, options=tree_attention.MERGE_OPTIONS)
 
 
 def _attend_form(device, form, *, slots=False, eight_bits=False):
