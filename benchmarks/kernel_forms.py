@@ -238,7 +238,7 @@ def _heads_topk(device: Device) -> Iterator[Specialisation]:
                 + f" to {out}" * (out != kind),
                 heads_topk.residual_kernel,
                 {"x hidden w1 b1": f"*{kind}", "states": f"*{out}"},
-                config.blocks() | flags | _launched(device),
+                config.blocks() | flags | {"PDL": has_programmatic(device)},
                 config,
                 programs=config.programs,
             )
@@ -277,7 +277,8 @@ def _heads_topk(device: Device) -> Iterator[Specialisation]:
             f"heads_topk merge k{k} {blocks['BLOCK_N']}",
             heads_topk.merge_kernel,
             {"keys token_map tokens": "*i64", "peaks sums logprobs": "*fp32"},
-            {"HAS_MAP": True, "K": k, "PLACES": triton.next_power_of_2(k), **blocks} | _launched(device),
+            {"HAS_MAP": True, "K": k, "PLACES": triton.next_power_of_2(k), **blocks}
+            | {"PDL": has_programmatic(device)},
             heads_topk.MERGE,
         )
 
@@ -324,15 +325,10 @@ def _vocabulary(
         | flags
         | {"GATHER": gather, "HAS_MAP": gather or noise, "HAS_NOISE": noise}
         | {"K": k, "PLACES": triton.next_power_of_2(k), "SOFTCAP": softcap}
-        | _launched(device),
+        | {"PDL": has_programmatic(device)},
         config,
         programs=config.programs,
     )
-
-
-def _launched(device):
-    """Return the constant of other kernels that says whether they are launched programmatically."""
-    return {"PDL": has_programmatic(device)}
 
 
 def _tile(config: Config, elements: int, more: str = "") -> str:
@@ -388,7 +384,7 @@ def _tree_verify(device: Device) -> Iterator[Specialisation]:
                 "temperature": "fp32",
             },
             {"UNIT": 16, "SCALED": scaled, "STATS": stats, "CHAIN": chain, **blocks, **flags}
-            | _launched(device),
+            | {"PDL": has_programmatic(device)},
             tree_verify.MERGE,
         )  # fmt: skip
 
@@ -419,7 +415,7 @@ def _projection(
             "temperature": "fp32",
         },
         blocks | flags | {"VECTOR": 4 if scaled and elements > 1 else 1}
-        | _launched(device),
+        | {"PDL": has_programmatic(device)},
         config,
         programs=config.programs,
     )  # fmt: skip
@@ -576,7 +572,7 @@ def _tree_accept(device: Device) -> Iterator[Specialisation]:
                 "check report": "*i32",
                 "finished": "*i8",
             },
-            constants | {"HAS_REPORT": True} | _launched(device),
+            constants | {"HAS_REPORT": True} | {"PDL": has_programmatic(device)},
             tree_accept.WARPS,
             aligned=("size",) if aligned else (),
         )
@@ -600,7 +596,7 @@ def _tree_select(device: Device) -> Iterator[Specialisation]:
                 "tokens paths out_tokens out_ancestors out_paths": "*i64",
                 "depths numbers chosen out_parents out_depths": "*i32",
             },
-            constants | _launched(device),
+            constants | {"PDL": has_programmatic(device)},
             warps,
         )
 
@@ -612,7 +608,7 @@ def _gumbel_noise(device: Device) -> Iterator[Specialisation]:
             f"gumbel_noise {first}" + ("" if aligned else " unit1"),
             gumbel_noise._gumbel_noise_kernel,
             {"seeds": "*i64", "first": f"*{first}", "out": "*fp32"},
-            {"COUNTERS": gumbel_noise.COUNTERS} | _launched(device),
+            {"COUNTERS": gumbel_noise.COUNTERS} | {"PDL": has_programmatic(device)},
             gumbel_noise.WARPS,
             aligned=aligned,
         )

@@ -30,7 +30,8 @@ def quantised_rows(rows: Tensor) -> Tensor:
     """Return rows of a cache, int8 `[.., D + 4]`, for keys or values `[.., D]`."""
     rows = rows.float()
     largest = rows.abs().amax(-1, keepdim=True).clamp(min=LEAST)
-    # With a number instead of a tensor, PyTorch multiplies by a reciprocal, on a GPU also by that of a divisor.
+    # PyTorch takes a number over a tensor for a product with a reciprocal, which is rounded twice; on a GPU so it does
+    # a tensor over a number.
     most = torch.full_like(largest, 127)
     codes = (rows * (most / largest)).round().to(torch.int8)
     return torch.cat((codes, (largest / most).view(torch.int8)), -1)

@@ -22,7 +22,7 @@ MOST_WAVES = 4
 """How many times as many programs as run at once may be planned. Shares are planned for all rows of the cache."""
 
 MERGE_CHUNK = 8
-"""Shares whose largest scores the merge loads at once."""
+"""Shares that the merge loads at once."""
 
 MERGE = Warps(num_warps=1, num_stages=2)
 MERGE_OPTIONS = OPTIONS | {"enable_fp_fusion": False}

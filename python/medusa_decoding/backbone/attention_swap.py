@@ -164,8 +164,8 @@ class TreeAttention(nn.Module):
         if context.ancestors is None:
             out = prefill_attention(q, k_cache, v_cache, cache.lengths, context.offset, places=cache.places, **settings)
         else:
-            ancestors, slots = context.ancestors, cache.slots
-            out = tree_attention(q, k_cache, v_cache, cache.lengths, ancestors, slots=slots, **settings)
+            settings |= {"slots": cache.slots}
+            out = tree_attention(q, k_cache, v_cache, cache.lengths, context.ancestors, **settings)
         return out.reshape(*out.shape[:2], -1)
 
 

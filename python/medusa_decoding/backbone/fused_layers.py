@@ -184,15 +184,14 @@ def forward(decoder: Any, hidden: torch.Tensor, context: DecodeContext) -> torch
 def _attended(attention: Any, modules: list[Any], x: torch.Tensor, context: DecodeContext) -> torch.Tensor:
     """Return the attention's output before its last projection, from normed hidden states: both [B, N, .]."""
     family: Family = attention.family
-    by_head = family.normed == "heads"
-    qkv = _linear(x, modules, parts=1 if family.normed and not by_head else _parts(x, modules))
+    qkv = _linear(x, modules, parts=1 if family.normed == "projections" else _parts(x, modules))
     q, k, v = attention.split(qkv)
     if family.normed == "projections":
         q, k = (
             _normed(part.flatten(-2), None, norm, family)[1].view_as(part)
             for part, norm in ((q, attention.q_norm), (k, attention.k_norm))
         )
-    return attention.attend(q, k, v, context, norm_heads=by_head)
+    return attention.attend(q, k, v, context, norm_heads=family.normed == "heads")
 
 
 def _added(
