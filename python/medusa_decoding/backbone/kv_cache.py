@@ -5,7 +5,7 @@ With one block, one launch compacts every layer (`kv_compact`), and addresses st
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -27,7 +27,6 @@ class TreeCache:
         slots: int32 [B], which sequence of `kv` belongs to each row, for a cache of which rows change places; None:
             sequence b to row b.
         places: the same on the host, for a prefill.
-        views: see `tables_of`.
     """
 
     kv: torch.Tensor
@@ -36,7 +35,6 @@ class TreeCache:
     sin: torch.Tensor
     slots: torch.Tensor | None = None
     places: list[int] | None = None
-    views: dict[int, Tables] = field(default_factory=dict, repr=False)
 
     @classmethod
     def allocate(cls, shape: tuple[int, ...], rope: Tables, dtype: torch.dtype | None = None) -> TreeCache:
@@ -68,12 +66,7 @@ class TreeCache:
 
     def tables_of(self, table: int | None) -> Tables:
         """Return one of the pairs of rotary tables, each [P, D] or [B, P, D]; with None there is only one."""
-        if table is None:
-            return self.tables
-        # The same views each time: `rope_append` knows what it has checked by identity.
-        if table not in self.views:
-            self.views[table] = (self.cos[table], self.sin[table])
-        return self.views[table]
+        return self.tables if table is None else (self.cos[table], self.sin[table])
 
     @property
     def nbytes(self) -> int:
@@ -88,12 +81,10 @@ class TreeCache:
             self.sin.copy_(tables[1])
         else:
             self.cos, self.sin = tables
-            self.views = {}
         return in_place
 
     def release(self) -> None:
         """Free the memory, even if the cache is still referenced; it cannot be used afterwards."""
-        self.views = {}
         self.kv, self.cos, self.sin = (tensor.new_empty(0) for tensor in (self.kv, self.cos, self.sin))
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
