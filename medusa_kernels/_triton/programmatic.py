@@ -9,24 +9,20 @@ that let it start at once, and prefetched weights while they waited, made whole 
 
 from __future__ import annotations
 
-import dataclasses
-import functools
-
 import torch
-import triton.language as tl
 
 from medusa_kernels._registry import interpreted
 from medusa_kernels._triton.launch import Device, describe
 
 PROGRAMMATIC_LAUNCH = True
-"""Whether to use it if the device and Triton can."""
+"""Whether to use it if the device can."""
 
 LOWEST_CAPABILITY = (9, 0)
 
 
 def programmatic(device: torch.device) -> bool:
     """Return whether to launch kernels programmatically on a device."""
-    if not PROGRAMMATIC_LAUNCH or device.type != "cuda" or interpreted() or not _in_triton():
+    if not PROGRAMMATIC_LAUNCH or device.type != "cuda" or interpreted():
         return False
     return has_programmatic(describe(device))
 
@@ -36,17 +32,6 @@ def has_programmatic(device: Device) -> bool:
     return device.capability >= LOWEST_CAPABILITY
 
 
-@functools.cache
-def _in_triton() -> bool:
-    """Return whether this Triton has the two instructions and the launch attribute."""
-    try:
-        from triton.backends.nvidia.compiler import CUDAOptions
-    except ImportError:
-        return False
-    known = {field.name for field in dataclasses.fields(CUDAOptions)}
-    return "launch_pdl" in known and hasattr(tl.extra.cuda, "gdc_wait")
-
-
 def launch_options(pdl: bool) -> dict[str, bool]:
-    """Return the keyword arguments of a launch; none if it is off, because older versions of Triton lack them."""
+    """Return the keyword arguments of a launch; none if it is off: GPUs before 9.0 lack it."""
     return {"launch_pdl": True} if pdl else {}
