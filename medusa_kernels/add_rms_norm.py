@@ -69,21 +69,9 @@ def add_rms_norm(
 
 def _eager(x, delta, weight, eps, *, delta_norm=None, norm_offset=None):
     """Run the op in PyTorch on any device; without delta the sum is empty, and without weight the other result."""
-    if delta is not None and delta.dim() > x.dim():
-        delta = reference.added(delta)
-    if delta_norm is not None:
-        delta = _normed(delta.to(x.dtype), delta_norm, eps, norm_offset)
-    total = x if delta is None else (x + delta).to(x.dtype).contiguous()
-    normed = x.new_empty(0) if weight is None else _normed(total, weight, eps, norm_offset).contiguous()
-    return (x.new_empty(0) if delta is None else total), normed
-
-
-def _normed(x, weight, eps, norm_offset):
-    wide = x.float()
-    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-    if norm_offset is not None:
-        return (normed * (norm_offset + weight.float())).to(x.dtype)
-    return weight * normed.to(x.dtype)
+    found = reference.add_rms_norm(x, delta, weight, eps, delta_norm=delta_norm, norm_offset=norm_offset)
+    given = zip(found, (delta, weight), strict=True)
+    return tuple(x.new_empty(0) if part is None else result.contiguous() for result, part in given)
 
 
 register(

@@ -275,7 +275,7 @@ def add_rms_norm(x, delta, weight, eps, *, delta_norm=None, norm_offset=None):
 
 def _normed(x, weight, eps, norm_offset):
     wide, weight = _wide(x), _wide(weight)
-    normed = wide / torch.sqrt((wide * wide).mean(-1, keepdim=True) + eps)
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     if norm_offset is None:
         return (weight * _wide(normed.to(x.dtype))).to(x.dtype)
     return ((norm_offset + weight) * normed).to(x.dtype)
