@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Callable
 from dataclasses import replace
@@ -68,18 +69,25 @@ def native_or(op: str, function: Callable[..., Any], otherwise: Chooser, rest: s
 
     Args:
         op: the op.
-        function: calls the C++ form.
-        otherwise: chooses in Triton's interpreter, and without the library; its reason is extended by why that is.
+        function: calls the C++ form; returns None for arguments that it does not take.
+        otherwise: chooses what serves those, and all in Triton's interpreter and without the library; its reason is
+            extended by why that is.
         rest: what serves arguments that the C++ form does not take, for the reason.
     """
 
     def choose(device: torch.device) -> Implementation:
+        other = otherwise(device)
         if interpreted():
-            return otherwise(device)
+            return other
         if _native.cpu_library() is None:
-            chosen = otherwise(device)
-            return replace(chosen, reason=f"{chosen.reason}; {_native.why_missing('cpu')}")
+            return replace(other, reason=f"{other.reason}; {_native.why_missing('cpu')}")
+
+        @functools.wraps(function)
+        def run(*args: Any, **options: Any) -> Any:
+            found = function(*args, **options)
+            return other.function(*args, **options) if found is None else found
+
         reason = f"C++ with {_native.instruction_set()}"
-        return Implementation("cpp", function, f"{reason}; {rest}" if rest else reason)
+        return Implementation("cpp", run, f"{reason}; {rest}" if rest else reason)
 
     return choose

@@ -313,10 +313,7 @@ def _native(
     head_dim = cache_rows.head_size(kv)
     few = 0 < batch * nodes <= MOST_ROWS_CPU
     if not few or not forms or hidden.dtype not in _cpu.ACTIVATIONS or head_dim > MOST_HEAD_DIM:
-        return _composed(
-            hidden, weights, forms, kv, cos, sin, cache_lens, depths, ancestors, windows=windows, eps=eps, scale=scale,
-            slots=slots, norm_offset=norm_offset, activation=activation, factor=factor, softcap=softcap, tables=tables,
-        )  # fmt: skip
+        return None
     layout = _layout(tuple(forms))
     query_rows, key_rows = weights[layout.q].shape[0], weights[layout.k].shape[0]
     if key_rows != kv_heads * head_dim or query_rows % key_rows:

@@ -201,11 +201,7 @@ def _native(
     dense &= w_root is None or w_root.stride(-1) == 1
     few = 0 < batch <= MOST_ROWS_CPU
     if not dense or not few or hidden.dtype not in _cpu.ACTIVATIONS:
-        return _matmul(
-            hidden, w1, b1, w2, k,
-            w2_scale=w2_scale, token_map=token_map, gather=gather, root=root, w_root=w_root, temperature=temperature,
-            noise=noise, w2_zero=w2_zero, codes=codes, divisor=divisor, softcap=softcap,
-        )  # fmt: skip
+        return None
     vocabulary = len(token_map) if gather else w2.shape[-2]
     logprobs = hidden.new_empty(batch, heads, k, dtype=torch.float32)
     tokens = hidden.new_empty(batch, heads, k, dtype=torch.int64)

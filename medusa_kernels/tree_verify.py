@@ -123,7 +123,7 @@ def _linear(
     logits = scaled_logits(logits, divisor, softcap)
     if temperature > 0:
         logits = logits.float() / temperature
-    next_tokens = _argmax(logits if temperature == 0 else logits + of_nodes(noise, noise_rows))
+    next_tokens = (logits if temperature == 0 else logits + of_nodes(noise, noise_rows)).argmax(-1)
     if not want_stats:
         return next_tokens, *(hidden.new_empty(0, dtype=torch.float32) for _ in range(3))
     return next_tokens, *verify_stats(logits.float(), candidates, parents)
@@ -132,27 +132,6 @@ def _linear(
 def _in_range(name: str, indices: Tensor, low: int, end: int) -> None:
     least, most = (int(bound) for bound in indices.aminmax())
     _checks.require(low <= least and most < end, name, f"values from {low} to {end - 1}", f"{least} to {most}")
-
-
-_BLOCK = 64
-_BLOCKED_FROM_ROWS = 4
-
-
-def _argmax(logits: Tensor) -> Tensor:
-    """Return the argmax of the last axis, the lowest index on ties.
-
-    On the CPU amax is vectorised and argmax is not: find the best block of 64 first, then the best in it. Below 4 rows
-    the extra passes gain nothing.
-    """
-    rows = logits.numel() // logits.shape[-1]
-    if logits.device.type != "cpu":
-        return logits.argmax(-1)
-    if rows < _BLOCKED_FROM_ROWS or logits.shape[-1] % _BLOCK:
-        return logits.max(-1).indices
-    blocks = logits.float().view(rows, -1, _BLOCK)
-    block = blocks.amax(-1).argmax(-1, keepdim=True)
-    within = blocks.gather(1, block[:, :, None].expand(-1, -1, _BLOCK)).argmax(-1)
-    return (block * _BLOCK + within).view(logits.shape[:-1])
 
 
 def _outputs(a: SimpleNamespace) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -171,11 +150,7 @@ def _native(
     rows = batch * nodes
     fits = 0 < rows <= MOST_ROWS_CPU and hidden.dtype in _cpu.ACTIVATIONS and weight.stride(1) == 1
     if want_stats or not fits:
-        return _linear(
-            hidden, weight, candidates, parents, temperature=temperature,
-            noise=noise, noise_rows=noise_rows, want_stats=want_stats, weight_scale=weight_scale,
-            weight_zero=weight_zero, codes=codes, divisor=divisor, softcap=softcap,
-        )  # fmt: skip
+        return None
     next_tokens = candidates.new_empty(batch, nodes)
     # Tensors are held until the call has returned.
     hidden, drawn = hidden.contiguous(), (None, None, nodes, 0, 0)
@@ -196,15 +171,12 @@ def _native(
     return next_tokens, *(hidden.new_empty(0, dtype=torch.float32) for _ in range(3))
 
 
-_WHY = "one PyTorch linear over all nodes, then the reductions"
+_or_linear = triton_or("tree_verify", "linear", _linear, "one PyTorch linear over all nodes, then the reductions")
 register(
     tree_verify,
     _outputs,
     cpu=_cpu.native_or(
-        "tree_verify",
-        _native,
-        triton_or("tree_verify", "linear", _linear, _WHY),
-        f"PyTorch for statistics, more than {MOST_ROWS_CPU} rows and float16",
+        "tree_verify", _native, _or_linear, f"PyTorch for statistics, more than {MOST_ROWS_CPU} rows and float16"
     ),
-    cuda=triton_or("tree_verify", "linear", _linear, _WHY),
+    cuda=_or_linear,
 )
