@@ -29,7 +29,6 @@ from medusa_kernels._triton import (
 from medusa_kernels._triton.decode_linear import VECTOR
 from medusa_kernels._triton.decode_linear_configs import MOST_PARTS, MOST_ROWS, best_parts, choices, programs
 from medusa_kernels._triton.launch import Device
-from medusa_kernels._triton.programmatic import has_programmatic
 from medusa_kernels._triton.streaming import Config, wide
 from medusa_kernels._triton.tree_attention_configs import LONG
 
@@ -117,7 +116,7 @@ _MERGES = [*((torch.bfloat16, dim) for dim in (64, 80, 128, 256)), (torch.float3
 
 def _tree_attention(device: Device) -> Iterator[Specialisation]:
     """Yield the forms that launches with the usual head sizes ask for."""
-    pdl = has_programmatic(device)
+    pdl = device.programmatic
     for form in _ATTENTION:
         yield _attend_form(device, form)
     for rows in (64, 256):
@@ -169,7 +168,7 @@ def _attend_form(device, form, *, slots=False, eight_bits=False):
         | tree_attention._attend_constants(
             config, head_dim, nodes, window, capped=cap, negative=False, eight_bits=eight_bits
         )
-        | {"HAS_SLOTS": slots, "PDL": has_programmatic(device)},
+        | {"HAS_SLOTS": slots, "PDL": device.programmatic},
         config,
         aligned=tuple(
             n
@@ -209,7 +208,7 @@ def _rope_append(device: Device) -> Iterator[Specialisation]:
              "cache_lens depths slots": "*i32", "eps": "fp32"},
             dict.fromkeys((name for name in names if name.startswith("STRIDE_")), last)
             | {"D": dim, "R": rotated, "OFFSET": offset, "HALF": triton.next_power_of_2(dim // 2), "ROWS": config.rows}
-            | {"PARTS": parts, "HAS_NORM": norm, "HAS_SLOTS": slots, "PDL": has_programmatic(device)}
+            | {"PARTS": parts, "HAS_NORM": norm, "HAS_SLOTS": slots, "PDL": device.programmatic}
             | {"EIGHT_BITS": eight_bits},
             config,
             aligned=tuple(
@@ -238,7 +237,7 @@ def _heads_topk(device: Device) -> Iterator[Specialisation]:
                 + f" to {out}" * (out != kind),
                 heads_topk.residual_kernel,
                 {"x hidden w1 b1": f"*{kind}", "states": f"*{out}"},
-                config.blocks() | flags | {"PDL": has_programmatic(device)},
+                config.blocks() | flags | {"PDL": device.programmatic},
                 config,
                 programs=config.programs,
             )
@@ -277,8 +276,7 @@ def _heads_topk(device: Device) -> Iterator[Specialisation]:
             f"heads_topk merge k{k} {blocks['BLOCK_N']}",
             heads_topk.merge_kernel,
             {"keys token_map tokens": "*i64", "peaks sums logprobs": "*fp32"},
-            {"HAS_MAP": True, "K": k, "PLACES": triton.next_power_of_2(k), **blocks}
-            | {"PDL": has_programmatic(device)},
+            {"HAS_MAP": True, "K": k, "PLACES": triton.next_power_of_2(k), **blocks} | {"PDL": device.programmatic},
             heads_topk.MERGE,
         )
 
@@ -325,7 +323,7 @@ def _vocabulary(
         | flags
         | {"GATHER": gather, "HAS_MAP": gather or noise, "HAS_NOISE": noise}
         | {"K": k, "PLACES": triton.next_power_of_2(k), "SOFTCAP": softcap}
-        | {"PDL": has_programmatic(device)},
+        | {"PDL": device.programmatic},
         config,
         programs=config.programs,
     )
@@ -384,7 +382,7 @@ def _tree_verify(device: Device) -> Iterator[Specialisation]:
                 "temperature": "fp32",
             },
             {"UNIT": 16, "SCALED": scaled, "STATS": stats, "CHAIN": chain, **blocks, **flags}
-            | {"PDL": has_programmatic(device)},
+            | {"PDL": device.programmatic},
             tree_verify.MERGE,
         )  # fmt: skip
 
@@ -415,7 +413,7 @@ def _projection(
             "temperature": "fp32",
         },
         blocks | flags | {"VECTOR": 4 if scaled and elements > 1 else 1}
-        | {"PDL": has_programmatic(device)},
+        | {"PDL": device.programmatic},
         config,
         programs=config.programs,
     )  # fmt: skip
@@ -487,7 +485,7 @@ def _linear_form(
     config = config or decode_linear.configuration(
         device, dtype, rows, sum(features), size, gate, vectors=elements == VECTOR, parts=parts, bits=bits, group=group
     )
-    kind, pdl, even = TRITON_TYPES[dtype], has_programmatic(device), size % config.block_k == 0
+    kind, pdl, even = TRITON_TYPES[dtype], device.programmatic, size % config.block_k == 0
     chosen = config in choices(device, dtype, config.block_m, gate) or (stored and dtype != torch.float32)
     words = (
         "decode_linear", kind, f"x {form}" + f" g{group}" * (group > 0) + " zeros" * bool(zeros) if stored else "",
@@ -536,7 +534,7 @@ def _add_rms_norm(device: Device) -> Iterator[Specialisation]:
     forms += [(bf16, 3584, parts, 1.0, True, parts > 0) for parts in (0, 1, 2)]
     forms += [(dtype, 5376, 2, 1.0, True, True) for dtype in (bf16, torch.float32)]
     for dtype, size, parts, offset, normed, delta_normed in forms:
-        kind, pdl, aligned = TRITON_TYPES[dtype], has_programmatic(device), size % 16 == 0
+        kind, pdl, aligned = TRITON_TYPES[dtype], device.programmatic, size % 16 == 0
         absent = [name for name, has in (("weight", normed), ("delta_norm", delta_normed)) if not has]
         found = specialise(
             f"add_rms_norm {kind} H{size}" + (" sum" if parts == 1 else f" {parts} parts" * (parts > 0)) + " pdl" * pdl
@@ -572,7 +570,7 @@ def _tree_accept(device: Device) -> Iterator[Specialisation]:
                 "check report": "*i32",
                 "finished": "*i8",
             },
-            constants | {"HAS_REPORT": True} | {"PDL": has_programmatic(device)},
+            constants | {"HAS_REPORT": True} | {"PDL": device.programmatic},
             tree_accept.WARPS,
             aligned=("size",) if aligned else (),
         )
@@ -596,7 +594,7 @@ def _tree_select(device: Device) -> Iterator[Specialisation]:
                 "tokens paths out_tokens out_ancestors out_paths": "*i64",
                 "depths numbers chosen out_parents out_depths": "*i32",
             },
-            constants | {"PDL": has_programmatic(device)},
+            constants | {"PDL": device.programmatic},
             warps,
         )
 
@@ -608,7 +606,7 @@ def _gumbel_noise(device: Device) -> Iterator[Specialisation]:
             f"gumbel_noise {first}" + ("" if aligned else " unit1"),
             gumbel_noise._gumbel_noise_kernel,
             {"seeds": "*i64", "first": f"*{first}", "out": "*fp32"},
-            {"COUNTERS": gumbel_noise.COUNTERS} | {"PDL": has_programmatic(device)},
+            {"COUNTERS": gumbel_noise.COUNTERS} | {"PDL": device.programmatic},
             gumbel_noise.WARPS,
             aligned=aligned,
         )

@@ -29,7 +29,6 @@ from medusa_decoding.model import MedusaModel
 from medusa_decoding.trees.tree import Tree
 from medusa_kernels import _registry
 from medusa_kernels._triton.launch import Device
-from medusa_kernels._triton.programmatic import has_programmatic
 
 META = torch.device("meta")
 STAGES = {
@@ -262,7 +261,7 @@ def recorded(device: Device, parameters: Mapping[int, str]) -> Iterator[list[Lau
     with contextlib.ExitStack() as stack:
         for name, module in list(sys.modules.items()):
             if name.startswith("medusa_kernels."):
-                for function, result in (("describe", device), ("programmatic", has_programmatic(device))):
+                for function, result in (("describe", device), ("programmatic", device.programmatic)):
                     if callable(vars(module).get(function)):
                         stack.enter_context(mock.patch.object(module, function, lambda *_, given=result: given))
         chosen = {op: _registry.Implementation("triton", getattr(modules[op], op), "recorded") for op in OPS}

@@ -8,7 +8,6 @@ import triton.language as tl
 
 from medusa_kernels._triton import launch
 from medusa_kernels._triton.decode_linear import as_rows
-from medusa_kernels._triton.programmatic import launch_options, programmatic
 
 
 def configuration(size: int) -> launch.Warps:
@@ -96,14 +95,13 @@ def add_rms_norm(x, delta, weight, eps, *, delta_norm=None, norm_offset=None):
     added = flat if delta is None else as_rows(delta)
     rows = flat.shape[0]
     config = configuration(size)
-    pdl = programmatic(x.device)
+    pdl = launch.programmatic(x.device)
     with launch.on_device(x):
         _add_rms_norm_kernel[(rows,)](
             flat, added, *(None if w is None else w.contiguous() for w in (weight, delta_norm)), total, normed,
             rows, size, flat.stride(0), added.stride(0), eps,
             PARTS=0 if delta is None else added.shape[0] // rows, OFFSET=norm_offset, PDL=pdl,
             BLOCK_H=triton.next_power_of_2(size),
-            num_warps=config.num_warps, num_stages=config.num_stages, **options(delta_norm is not None),
-            **launch_options(pdl),
+            **launch.options(config, pdl, options(delta_norm is not None)),
         )  # fmt: skip
     return total, normed

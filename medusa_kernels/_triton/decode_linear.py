@@ -20,7 +20,6 @@ from medusa_kernels import quantised
 from medusa_kernels._triton import launch
 from medusa_kernels._triton.decode_linear_configs import Config, best_parts, configuration, scales_weights
 from medusa_kernels._triton.four_bits import decode_codes
-from medusa_kernels._triton.programmatic import launch_options, programmatic
 from medusa_kernels._triton.streaming import decode_e4m3, decode_int8, dot_accumulate
 from medusa_kernels.decode_linear import MOST_ROWS, MOST_WEIGHTS, with_linear
 
@@ -273,7 +272,7 @@ def decode_linear(
     )  # fmt: skip
     has_bias = biases is not None and any(bias is not None for bias in biases)
     unused = MOST_WEIGHTS - len(weights)
-    pdl = programmatic(x.device)
+    pdl = launch.programmatic(x.device)
     stored: list[Any] = [None] * (2 * MOST_WEIGHTS)
     form = ""
     if scales is not None:
@@ -291,12 +290,10 @@ def decode_linear(
             rows, size, size // group if group else 1, *features, *[0] * unused,
             *strides, *[0] * unused, added.stride(0),
             COUNT=len(weights), PARTS=parts, GATE=gate, GELU=activation == "gelu_tanh", HAS_BIAS=has_bias,
-            HAS_RESIDUAL=residual is not None, EVEN_K=size % config.block_k == 0, SWAP=config.swap,
-            PDL=pdl,
+            HAS_RESIDUAL=residual is not None, EVEN_K=size % config.block_k == 0, SWAP=config.swap, PDL=pdl,
             **form_constants(form, x.dtype, group, zeros is not None),
             BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k,
-            num_warps=config.num_warps, num_stages=config.num_stages, **options(device, config, gate),
-            **launch_options(pdl),
+            **launch.options(config, pdl, options(device, config, gate)),
         )  # fmt: skip
     return out
 

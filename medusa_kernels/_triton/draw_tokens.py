@@ -169,7 +169,6 @@ def draw_tokens(logits, noise, noise_rows=None, *, temperature=1.0, top_k=0, top
             vocabulary, nodes, noise.shape[1], logits.stride(0), logits.stride(1),
             nodes if noise_rows.dim() == 2 else 0,
             temperature, factor, top_k, 1 - top_p, min_p,
-            TOP_K=0 < top_k < vocabulary, TOP_P=top_p < 1, MIN_P=min_p > 0, **blocks,
-            num_warps=WARPS.num_warps, num_stages=WARPS.num_stages, **launch.OPTIONS,
+            TOP_K=0 < top_k < vocabulary, TOP_P=top_p < 1, MIN_P=min_p > 0, **blocks, **launch.options(WARPS, False),
         )  # fmt: skip
     return tokens, best

@@ -9,7 +9,6 @@ import triton.language as tl
 
 from medusa_kernels._registry import interpreted
 from medusa_kernels._triton import launch
-from medusa_kernels._triton.programmatic import launch_options, programmatic
 
 WARPS = launch.Warps(num_warps=4, num_stages=1)
 COUNTERS = 256
@@ -48,12 +47,10 @@ def gumbel_noise(seeds, first, rows, vocabulary):
     counters = COUNTERS
     if interpreted():
         counters = triton.next_power_of_2(triton.cdiv(vocabulary, 4))  # a program costs far more than its arithmetic
-    grid, pdl = (len(seeds) * rows, triton.cdiv(vocabulary, 4 * counters)), programmatic(seeds.device)
+    grid, pdl = (len(seeds) * rows, triton.cdiv(vocabulary, 4 * counters)), launch.programmatic(seeds.device)
     with launch.on_device(seeds):
         _gumbel_noise_kernel[grid](
             seeds.contiguous(), first.contiguous(), out, rows, vocabulary,
-            PDL=pdl,
-            COUNTERS=counters, num_warps=WARPS.num_warps, num_stages=WARPS.num_stages, **launch.OPTIONS,
-            **launch_options(pdl),
+            PDL=pdl, COUNTERS=counters, **launch.options(WARPS, pdl),
         )  # fmt: skip
     return out

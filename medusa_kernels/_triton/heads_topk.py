@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from medusa_kernels._triton import launch
 from medusa_kernels._triton.heads_topk_configs import configuration
 from medusa_kernels._triton.launch import Device, Warps, describe, on_device
-from medusa_kernels._triton.programmatic import launch_options, programmatic
 from medusa_kernels._triton.quantised_product import (
     constants,
     decodes_bytes,
@@ -270,15 +270,13 @@ def _states(
     share = shares(size, device.multiprocessors * config.programs // (heads * tiles), config.block_v)
     bias = hidden if b1 is None else rows_first(b1)
     states = hidden.new_empty(batch, heads, size, dtype=dtype)
-    pdl = programmatic(hidden.device)
+    pdl = launch.programmatic(hidden.device)
     residual_kernel[tiles, share.programs, heads](
         x, hidden, w1, bias, states,
         batch, heads, size // elements, columns // elements, *(stride // elements for stride in strides),
         bias.stride(0), share.tiles, share.step,
         UNIT=elements, EVEN=columns % config.block_k == 0, HAS_BIAS=b1 is not None, ACTIVATE=activate,
-        PDL=pdl,
-        **config.blocks(), num_warps=config.num_warps, num_stages=config.num_stages, **OPTIONS,
-        **launch_options(pdl),
+        PDL=pdl, **config.blocks(), **launch.options(config, pdl, OPTIONS),
     )  # fmt: skip
     return states
 
@@ -309,7 +307,7 @@ def _top_k(
     scale = None if scale is None else scale.contiguous()
     ids = keys if token_map is None else token_map.contiguous()
     noise = None if noise is None else rows_first(noise)
-    places, pdl = triton.next_power_of_2(k), programmatic(states.device)
+    places, pdl = triton.next_power_of_2(k), launch.programmatic(states.device)
     vocabulary_kernel[tiles, share.programs, groups](
         states, w2.view(torch.uint8) if decodes_bytes(device, w2.dtype) else w2, peaks if scale is None else scale,
         peaks if zero is None else zero, ids, peaks if noise is None else noise, keys, peaks, sums,
@@ -321,16 +319,13 @@ def _top_k(
         **stored, GATHER=gather, HAS_MAP=token_map is not None,
         HAS_NOISE=noise is not None, K=k, PLACES=places, SOFTCAP=softcap,
         # The rows to gather are known only from the map, which the kernel before may have written.
-        PDL=pdl,
-        **config.blocks(), num_warps=config.num_warps, num_stages=config.num_stages, **OPTIONS,
-        **launch_options(pdl),
+        PDL=pdl, **config.blocks(), **launch.options(config, pdl, OPTIONS),
     )  # fmt: skip
     logprobs = states.new_empty(batch, heads, k, dtype=torch.float32)
     tokens = keys.new_empty(batch, heads, k)
     merge_kernel[(batch * heads,)](
         keys, peaks, sums, ids, logprobs, tokens, share.programs,
         HAS_MAP=token_map is not None, K=k, PLACES=places, PDL=pdl,
-        **merge_blocks(share.programs, k), num_warps=MERGE.num_warps, num_stages=MERGE.num_stages, **OPTIONS,
-        **launch_options(pdl),
+        **merge_blocks(share.programs, k), **launch.options(MERGE, pdl, OPTIONS),
     )  # fmt: skip
     return logprobs, tokens

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,11 @@ class Device:
     def hopper(self) -> bool:
         """Whether its tensor cores are those of compute capability 9.0."""
         return self.capability[0] == 9
+
+    @property
+    def programmatic(self) -> bool:
+        """Whether it has programmatic launches."""
+        return self.capability >= (9, 0)
 
     @property
     def roomy(self) -> bool:
@@ -83,6 +89,32 @@ def describe(device: torch.device) -> Device:
         found.shared_memory_per_block_optin,
         found.shared_memory_per_multiprocessor,
     )
+
+
+PROGRAMMATIC_LAUNCH = True
+"""Whether to launch programmatically if the device can, see `programmatic`."""
+
+
+def programmatic(device: torch.device) -> bool:
+    """Return whether to launch kernels programmatically: a kernel starts while the one before it still runs.
+
+    Such a kernel runs `gdc_wait` before it reads results of earlier kernels and before it stores anything. That returns
+    when the kernel before it, which waited likewise, is complete and its writes are visible, so the order of writes and
+    reads in a stream does not change. `gdc_launch_dependents` lets the next kernel start when every program has run it,
+    after its last load: programs of the next kernel would take the room of those that have not started. On an H200
+    kernels that let it start at once, and prefetched weights while they waited, made whole steps slower
+    (docs/results.md).
+    """
+    return PROGRAMMATIC_LAUNCH and device.type == "cuda" and not interpreted() and describe(device).programmatic
+
+
+def options(config: Any, pdl: bool, compiler: Mapping[str, Any] = OPTIONS) -> dict[str, Any]:
+    """Return a launch's options: warps and stages of a configuration, the compiler's, and whether it is programmatic.
+
+    If not, the option is left out, as GPUs before 9.0 lack it.
+    """
+    chosen = {"num_warps": config.num_warps, "num_stages": config.num_stages, **compiler}
+    return chosen | ({"launch_pdl": True} if pdl else {})
 
 
 def on_device(tensor: torch.Tensor) -> contextlib.AbstractContextManager[object]:

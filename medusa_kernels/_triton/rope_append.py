@@ -15,7 +15,6 @@ import triton.language as tl
 
 from medusa_kernels._triton import launch
 from medusa_kernels._triton.add_rms_norm import weighted
-from medusa_kernels._triton.programmatic import launch_options, programmatic
 from medusa_kernels._triton.rope_append_configs import configuration
 
 OPTIONS = launch.OPTIONS | {"enable_fp_fusion": False}
@@ -233,7 +232,7 @@ def rope_append(
     # A table or depths that all batch rows share have a batch stride of 0.
     table_strides = [stride for t in (cos, sin) for stride in (t.stride() if t.dim() == 3 else (0, *t.stride()))[:2]]
     depth_strides = depths.stride() if depths.dim() == 2 else (0, depths.stride(0))
-    pdl = programmatic(q.device)
+    pdl = launch.programmatic(q.device)
     norms = (cos if norm is None else norm.contiguous() for norm in (q_norm, k_norm))
     with launch.on_device(q):
         _rope_append_kernel[(tiles, batch)](
@@ -245,8 +244,6 @@ def rope_append(
             *(t.stride(0) if parts > 1 else 0 for t in (q, k, v)),
             *(t.stride(-1) for t in (q, k, v, cos, sin, k_cache, v_cache)),
             head_dim, cos.shape[-1], triton.next_power_of_2(head_dim // 2), config.rows, parts, q_norm is not None,
-            norm_offset, slots is not None, k_cache.dtype == torch.int8,
-            pdl,
-            num_warps=config.num_warps, num_stages=config.num_stages, **OPTIONS, **launch_options(pdl),
+            norm_offset, slots is not None, k_cache.dtype == torch.int8, pdl, **launch.options(config, pdl, OPTIONS),
         )  # fmt: skip
     return out

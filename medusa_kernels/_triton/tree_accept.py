@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from medusa_kernels._triton import launch
-from medusa_kernels._triton.programmatic import launch_options, programmatic
 
 WARPS = launch.Warps(num_warps=4, num_stages=1)
 
@@ -135,7 +134,7 @@ def tree_accept(
     (batch, nodes, size), path_len = hidden.shape, paths.shape[-1]
     path, accept_lens, old_lengths = (depths.new_empty(batch, *rest) for rest in ((path_len,), (), ()))
     if batch:
-        pdl = programmatic(tokens.device)
+        pdl = launch.programmatic(tokens.device)
         with launch.on_device(tokens):
             _tree_accept_kernel[(batch,)](
                 *(t.contiguous() for t in (tokens, next_tokens, hidden, depths, paths, eos, max_new)), step,
@@ -145,8 +144,6 @@ def tree_accept(
                 nodes, path_len, eos.numel(), size, output.shape[1], log.shape[1],
                 0 if report is None else report.shape[1],
                 nodes if depths.dim() == 2 else 0, nodes * path_len if paths.dim() == 3 else 0,
-                HAS_REPORT=report is not None, PDL=pdl,
-                **blocks(nodes, path_len, size), num_warps=WARPS.num_warps, num_stages=WARPS.num_stages,
-                **launch.OPTIONS, **launch_options(pdl),
+                HAS_REPORT=report is not None, PDL=pdl, **blocks(nodes, path_len, size), **launch.options(WARPS, pdl),
             )  # fmt: skip
     return path, accept_lens, old_lengths

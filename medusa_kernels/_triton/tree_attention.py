@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import triton
 
+from medusa_kernels._triton import launch
 from medusa_kernels._triton.launch import OPTIONS, Warps, describe, on_device
-from medusa_kernels._triton.programmatic import launch_options, programmatic
 from medusa_kernels._triton.tree_attention_configs import Config, configuration
 from medusa_kernels._triton.tree_attention_kernels import attend_kernel, merge_kernel
 
@@ -98,7 +98,7 @@ def tree_attention(
     config = configuration(
         device, q.dtype, head_dim, rows, keys=capacity, kv_heads=batch * kv_heads, eight_bits=eight_bits
     )
-    pdl = programmatic(q.device)
+    pdl = launch.programmatic(q.device)
     tiles = -(-rows // config.block_m)
     splits = _splits(config, batch * kv_heads * tiles, device.multiprocessors * config.programs, capacity)
     shares = (batch, kv_heads, splits if splits > 1 else 0, rows)
@@ -121,13 +121,12 @@ def tree_attention(
                 capped=softcap is not None, negative=scale < 0, eight_bits=eight_bits,
             ),
             HAS_SLOTS=slots is not None, PDL=pdl,
-            num_warps=config.num_warps, num_stages=config.num_stages, **_options(config), **launch_options(pdl),
+            **launch.options(config, pdl, _options(config)),
         )  # fmt: skip
         if splits > 1:
             merge_kernel[(rows, kv_heads, batch)](
                 parts, stats, cache_lens, out, size if softcap is None else 1.0, *sizes,
                 **_constants(config, head_dim, nodes, window),
-                CHUNK=MERGE_CHUNK, PDL=pdl, num_warps=MERGE.num_warps, num_stages=MERGE.num_stages, **MERGE_OPTIONS,
-                **launch_options(pdl),
+                CHUNK=MERGE_CHUNK, PDL=pdl, **launch.options(MERGE, pdl, MERGE_OPTIONS),
             )  # fmt: skip
     return out

@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from medusa_kernels._triton import launch
-from medusa_kernels._triton.programmatic import launch_options, programmatic
 from medusa_kernels.reference import WORD
 
 OPTIONS = launch.OPTIONS | {"maxnreg": 128}
@@ -121,13 +120,12 @@ def tree_select(tokens, logprobs, depths, paths, nodes):
     out_depths, out_paths = depths.new_empty(batch, nodes), tokens.new_empty(batch, nodes, path_len)
     ancestors = tokens.new_empty(batch, nodes, constants["WORDS"])
     if batch:
-        pdl = programmatic(tokens.device)
+        pdl = launch.programmatic(tokens.device)
         numbers, chosen = depths.new_empty(batch, candidates), depths.new_empty(batch, nodes)
         with launch.on_device(tokens):
             _tree_select_kernel[(batch,)](
                 *(t.contiguous() for t in (tokens, logprobs, depths, paths)), numbers, chosen,
                 out_tokens, out_parents, out_depths, ancestors, out_paths, candidates, path_len, nodes,
-                PDL=pdl,
-                **constants, num_warps=warps.num_warps, num_stages=warps.num_stages, **OPTIONS, **launch_options(pdl),
+                PDL=pdl, **constants, **launch.options(warps, pdl, OPTIONS),
             )  # fmt: skip
     return out_tokens, out_parents, out_depths, ancestors, out_paths

@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from medusa_kernels._registry import interpreted
+from medusa_kernels._triton import launch
 from medusa_kernels._triton.launch import Warps, describe, on_device
-from medusa_kernels._triton.programmatic import launch_options, programmatic
 from medusa_kernels._triton.quantised_product import (
     constants,
     decodes_bytes,
@@ -300,7 +300,7 @@ def tree_verify(
     share = shares(vocabulary, slots // m_tiles, config.block_v, vector)
     keys = candidates.new_empty(rows, share.programs)
     peaks, sums, moments = hidden.new_empty(3, rows, share.programs, dtype=torch.float32).unbind()
-    pdl = programmatic(hidden.device)
+    pdl = launch.programmatic(hidden.device)
     flags = {"UNIT": elements, "SCALED": scaled, "STATS": want_stats, "DIVISOR": divisor, "SOFTCAP": softcap, **stored}
     flags["DECODE"] = decoding(device, hidden.dtype, weight.dtype, codes)
     weights = (
@@ -313,10 +313,8 @@ def tree_verify(
             keys, peaks, sums, moments,
             rows, vocabulary // vector, size // elements, weight.stride(0) // elements, share.tiles,
             share.step // vector, nodes, noises, nodes if scaled and noise_rows.dim() == 2 else 0, temperature,
-            **flags, VECTOR=vector, EVEN=size % config.block_k == 0,
-            PDL=pdl,
-            **config.blocks(), num_warps=config.num_warps, num_stages=config.num_stages, **OPTIONS,
-            **launch_options(pdl),
+            **flags, VECTOR=vector, EVEN=size % config.block_k == 0, PDL=pdl, **config.blocks(),
+            **launch.options(config, pdl, OPTIONS),
         )  # fmt: skip
         blocks = merge_blocks(rows, share.programs)
         programs = triton.cdiv(rows, blocks["BLOCK_R"])
@@ -326,6 +324,6 @@ def tree_verify(
             rows, nodes, share.programs, vocabulary, size // elements, weight.stride(0) // elements,
             nodes if parents is not None and parents.dim() == 2 else 0, temperature,
             **flags, CHAIN=parents is None, PDL=pdl, **blocks,
-            num_warps=MERGE.num_warps, num_stages=MERGE.num_stages, **OPTIONS, **launch_options(pdl),
+            **launch.options(MERGE, pdl, OPTIONS),
         )  # fmt: skip
     return next_tokens, logsumexp, entropy, child_logprobs

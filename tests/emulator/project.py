@@ -38,7 +38,7 @@ def _serve_triton_ops(emulator: Emulator) -> None:
     """Tell the host code which device it has, and all choosers of implementations that Triton serves CPU tensors."""
     import medusa_kernels._triton as kernels
     from medusa_kernels import _registry
-    from medusa_kernels._triton import programmatic
+    from medusa_kernels._triton import launch
 
     for module in pkgutil.iter_modules(kernels.__path__):
         importlib.import_module(f"{kernels.__name__}.{module.name}")
@@ -49,18 +49,14 @@ def _serve_triton_ops(emulator: Emulator) -> None:
     if emulator.settings.multiprocessors:
         device = dataclasses.replace(device, multiprocessors=emulator.settings.multiprocessors)
 
-    def is_programmatic(_device: torch.device) -> bool:
-        return programmatic.PROGRAMMATIC_LAUNCH and programmatic.has_programmatic(device)
-
     for name, module in list(sys.modules.items()):
         if name.startswith(kernels.__name__):
             if hasattr(module, "describe"):
                 module.describe = lambda _device: device
-            if callable(getattr(module, "programmatic", None)):
-                module.programmatic = is_programmatic
         elif name.startswith("medusa_kernels") and hasattr(module, "interpreted"):
             # Outside the kernels, this asks whether Triton takes CPU tensors; within, for smaller configurations.
             module.interpreted = lambda: True
+    launch.programmatic = lambda _device: launch.PROGRAMMATIC_LAUNCH and device.programmatic
     _registry._chosen.clear()
 
 

@@ -382,11 +382,11 @@ def test_programmatic_launches_are_bit_equal(monkeypatch: pytest.MonkeyPatch, ro
         return h
 
     wanted = []
-    monkeypatch.setattr("medusa_kernels._triton.programmatic.PROGRAMMATIC_LAUNCH", False)
+    monkeypatch.setattr("medusa_kernels._triton.launch.PROGRAMMATIC_LAUNCH", False)
     for given_x in inputs:
         x.copy_(given_x)
         wanted.append(forward())
-    monkeypatch.setattr("medusa_kernels._triton.programmatic.PROGRAMMATIC_LAUNCH", True)
+    monkeypatch.setattr("medusa_kernels._triton.launch.PROGRAMMATIC_LAUNCH", True)
     assert torch.equal(forward(), wanted[1])
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

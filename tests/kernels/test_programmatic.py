@@ -32,8 +32,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, *, pdl: bool) -> dict[str, dict[st
     monkeypatch.setattr(_registry, "_chosen", chosen)
     for module in (launch, *MODULES.values()):
         monkeypatch.setattr(module, "describe", lambda device: TARGETS["90"], raising=False)
-    for module in MODULES.values():
-        monkeypatch.setattr(module, "programmatic", lambda device: pdl)
+    monkeypatch.setattr(launch, "programmatic", lambda device: pdl)
     monkeypatch.setattr(JITFunction, "run", lambda self, *_, **options: found.update({self.fn.__name__: options}))
     selftest.run("cpu")
     return found
