@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from medusa_kernels import quantised
 from medusa_kernels._registry import interpreted
 
 NO_BF16 = pytest.mark.skipif(interpreted(), reason="the interpreter's bfloat16 dot is wrong")
@@ -30,23 +29,3 @@ def not_finite(kind: str, dtype: torch.dtype) -> torch.Tensor:
         integers = {4: torch.int32, 2: torch.int16}[dtype.itemsize]
         return torch.tensor(-1, dtype=integers).view(dtype)
     return torch.tensor(float(kind), dtype=dtype)
-
-
-Stored = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, str]
-
-
-def stored(form: str, rows: tuple[int, ...], size: int, device: str) -> Stored:
-    """Return a random weight of a form, its scales, zero points and codes; numbers are about as large as `randn`.
-
-    A form is "int8" or "fp8", or the codes, the columns of a group, and "zeros" if there are zero points.
-    """
-    codes, *rest = form.split()
-    if not rest:
-        numbers = (torch.randn(*rows, size) * 30).round().clamp(-127, 127)
-        weight = numbers.to(torch.int8 if form == "int8" else torch.float8_e4m3fn)
-        return weight.to(device), (torch.rand(rows, device=device) + 0.5) / 30, None, "int4"
-    groups = (*rows, size // int(rest[0]))
-    weight = quantised.pack(torch.randint(0, 16, (*rows, size)), codes).to(device)
-    scale = ((torch.rand(groups, device=device) + 0.5) / (4 if codes == "int4" else 0.7)).half()
-    zero = torch.randint(0, 17, groups, dtype=torch.uint8, device=device) if "zeros" in rest else None
-    return weight, scale, zero, codes

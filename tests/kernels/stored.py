@@ -25,9 +25,17 @@ class Stored(NamedTuple):
         """Return its numbers in fp64."""
         return quantised.dequantised(self.weight, self.scale, self.zero, self.codes, wide=torch.float64)
 
+    def on(self, device: str | torch.device, scale: torch.dtype = torch.float32, factor: float = 1.0) -> Stored:
+        """Return the same on a device, with scales of a dtype, times a factor."""
+        zero = None if self.zero is None else self.zero.to(device)
+        return Stored(self.weight.to(device), (self.scale * factor).to(device, scale), zero, self.codes)
+
 
 def make(kind: str, shape: tuple[int, ...], group: int) -> Stored:
-    """Every code occurs, and many subnormal numbers of fp8. `group` is that of 4-bit codes, 0 for K."""
+    """Numbers of about K^-0.5. Every code occurs, and many subnormal numbers of fp8.
+
+    `group` is that of 4-bit codes, 0 for K.
+    """
     *outer, size = shape
     if kind in ("fp8", "int8"):
         numbers = torch.randint(-127, 128, shape)

@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 import pytest
+import stored
 import torch
 from budget import assert_within_twice
 from hypothesis import given, settings
@@ -17,7 +18,7 @@ from torch import Tensor
 from transformers.activations import ACT2FN
 
 from benchmarks.inspection import TARGETS
-from medusa_kernels import add_rms_norm, decode_linear, quantised, reference
+from medusa_kernels import add_rms_norm, decode_linear, reference
 from medusa_kernels._registry import interpreted, served_by
 
 Case = dict[str, Any]
@@ -187,46 +188,36 @@ def test_int8_weights_have_a_scale_for_each_row(device: str, form: str, size: in
     check(make(5, size, (20, 20), biases=(True, False), gate=form == "gate", int8=True, dtype=dtype, device=device))
 
 
-# Of 4-bit codes the columns of a group, whether there are zero points, and the dtype of scales.
+# The columns of a group of 4-bit codes, and the dtype of scales.
 STORED = {
-    "int4-128": ("int4", 128, False, torch.float32),
-    "int4-32-zeros": ("int4", 32, True, torch.float16),
-    "int4-16-zeros": ("int4", 16, True, torch.float32),
-    "int4-row": ("int4", 384, False, torch.bfloat16),
-    "nf4-64": ("nf4", 64, False, torch.float32),
-    "fp4-96": ("fp4", 96, False, torch.float16),
-    "fp8": ("fp8", 0, False, torch.float32),
+    "int4-128": ("int4", 128, torch.float32),
+    "int4-32-zeros": ("zeros", 32, torch.float16),
+    "int4-16-zeros": ("zeros", 16, torch.float32),
+    "int4-row": ("int4", 384, torch.bfloat16),
+    "nf4-64": ("nf4", 64, torch.float32),
+    "fp4-96": ("fp4", 96, torch.float16),
+    "fp8": ("fp8", 0, torch.float32),
 }
 
 
-def stored(case: Case, kind: str) -> tuple[Case, Case]:
+def in_stored_weights(case: Case, name: str) -> tuple[Case, Case]:
     """Replace a case's weights by random ones in 4 or 8 bits, slices of larger matrices; also with them in fp64."""
-    codes, group, has_zeros, scale_dtype = STORED[kind]
-    weights, scales, zeros, wide = [], [], [], []
+    kind, group, scale_dtype = STORED[name]
+    made = []
     for dense in case["weights"]:
-        n, size = dense.shape
-        if codes == "fp8":
-            room = torch.full((n + 3, size + 16), torch.nan).to(torch.float8_e4m3fn)
-            room[1 : n + 1, :size] = torch.randn(n, size).mul(20).to(torch.float8_e4m3fn)
-            weight, zero, shape = room[1 : n + 1, :size], None, (n,)
-        else:
-            room = torch.full((n + 3, size // 2 + 16), 0x77, dtype=torch.uint8)
-            room[1 : n + 1, : size // 2] = torch.randint(256, (n, size // 2), dtype=torch.uint8)
-            shape = (n, size // group)
-            weight = room[1 : n + 1, : size // 2]
-            zero = torch.randint(17, shape, dtype=torch.uint8) if has_zeros else None
-        scale = ((torch.rand(shape) + 0.5) / size**0.5 / 10).to(scale_dtype)
-        of_codes = "int4" if codes == "fp8" else codes
-        wide.append(quantised.dequantised(weight, scale, zero, of_codes, wide=torch.float64).to(dense.device))
-        moved = (None if tensor is None else tensor.to(dense.device) for tensor in (weight, scale, zero))
-        for found, tensor in zip((weights, scales, zeros), moved, strict=True):
-            found.append(tensor)
-    options = {"zeros": zeros if has_zeros else None, "codes": "int4" if codes == "fp8" else codes}
-    return case | {"weights": weights, "scales": scales} | options, case | {"weights": wide}
+        found = stored.make(kind, dense.shape, group).on(dense.device, scale_dtype)
+        (n, width), dtype = found.weight.shape, found.weight.dtype
+        room = torch.full((n + 3, width + 16), 0x7F, dtype=torch.uint8, device=dense.device).view(dtype)  # NaN in fp8
+        room[1 : n + 1, :width] = found.weight
+        made.append(found._replace(weight=room[1 : n + 1, :width]))
+    weights, scales, zeros, codes = zip(*made, strict=True)
+    options = {"scales": list(scales), "zeros": list(zeros) if kind == "zeros" else None, "codes": codes[0]}
+    wide = case | {"weights": [one.dequantised() for one in made]}
+    return case | {"weights": list(weights)} | options, wide
 
 
 def check_stored(kind: str, case: Case, parts: int = 1) -> None:
-    case, wide = stored(case, kind)
+    case, wide = in_stored_weights(case, kind)
     got = decode_linear(**case, parts=parts)
     rounded = cast(wide, case["x"].dtype)
     if parts > 1:

@@ -6,16 +6,16 @@ import math
 from typing import Any
 
 import pytest
+import stored
 import torch
 from budget import allowed
 from hypothesis import given
 from hypothesis import strategies as st
-from modes import DTYPES, not_finite, of_the_cpu, reads_values, stored
+from modes import DTYPES, not_finite, of_the_cpu, reads_values
 from torch import Tensor
 
 from medusa_kernels import heads_topk, reference
 from medusa_kernels._registry import served_by
-from medusa_kernels.quantised import dequantised
 
 Case = dict[str, Any]
 
@@ -177,18 +177,19 @@ def test_quantised_projection_matches_fp64(device: str, dtype: torch.dtype, stor
 
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("form", ["int4 128 zeros", "int4 32", "nf4 64", "fp4 64", "int4 16"])
+@pytest.mark.parametrize(("kind", "group"), [("zeros", 128), ("int4", 32), ("nf4", 64), ("fp4", 64), ("int4", 16)])
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("gather", [False, True])
 @pytest.mark.parametrize("batch", [2, 40])
 def test_4_bit_projections_match_fp64(
-    device: str, dtype: torch.dtype, form: str, shared: bool, gather: bool, batch: int
+    device: str, dtype: torch.dtype, kind: str, group: int, shared: bool, gather: bool, batch: int
 ) -> None:
     """With all inputs; the scales of rows that are left out are NaN."""
     case = make(batch, 2, 256, 90, shared=shared, dtype=dtype, device=device)
-    w2, scale, zero, codes = stored(form, (90,) if shared else (2, 90), 256, device)
+    given_w2 = stored.make(kind, (90, 256) if shared else (2, 90, 256), group).on(device, torch.float16, 16)
+    w2, scale, zero, codes = given_w2
     inputs, ids = make_inputs(case, 3, 90), None
-    case["w2"] = dequantised(w2, scale, zero, codes, wide=torch.float64)
+    case["w2"] = given_w2.dequantised()
     options = inputs | {"w2_scale": scale, "w2_zero": zero, "codes": codes, "gather": gather}
     if gather:
         ids = torch.randperm(90, device=device)[:70]

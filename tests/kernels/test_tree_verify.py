@@ -6,11 +6,12 @@ import math
 from typing import Any
 
 import pytest
+import stored
 import torch
 from budget import assert_within_twice
 from hypothesis import given
 from hypothesis import strategies as st
-from modes import DTYPES, NO_BF16, NOT_FINITE, not_finite, reads_values, stored
+from modes import DTYPES, NO_BF16, NOT_FINITE, not_finite, reads_values
 from torch import Tensor
 
 from medusa_kernels import reference, tree_verify
@@ -147,7 +148,7 @@ SHAPED: list[Case] = [{"divisor": 7.0}, {"softcap": 3.0}, {"divisor": 0.5, "soft
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("form", "nodes", "temperature"), [("", 5, 0.0), ("", 65, 0.7), ("int4 16 zeros", 1, 0.7)])
+@pytest.mark.parametrize(("form", "nodes", "temperature"), [("", 5, 0.0), ("", 65, 0.7), ("zeros 16", 1, 0.7)])
 @pytest.mark.parametrize("options", SHAPED, ids=str)
 @pytest.mark.parametrize("want_stats", [False, True])
 def test_divided_and_capped_logits_match_fp64(
@@ -442,15 +443,19 @@ def test_int8_weights_are_scaled(device: str, nodes: int, want_stats: bool) -> N
 
 
 def quantised(form: str, vocabulary: int, size: int, device: str, factor: float = 1.0) -> tuple[Tensor, Case]:
-    """Return a random weight of a form in fp64, times a factor, and the arguments that give it to the op."""
-    weight, scale, zero, codes = stored(form, (vocabulary,), size, device)
-    scale = (scale * factor).to(scale.dtype)
-    given = {"weight": weight, "weight_scale": scale, "weight_zero": zero, "codes": codes}
-    return dequantised(weight, scale, zero, codes, wide=torch.float64), given
+    """Return a random weight in fp64, times a factor, and the arguments that give it to the op.
+
+    Its form is a kind of `stored.KINDS`, and the columns of a group.
+    """
+    kind, *group = form.split()
+    scale = torch.float16 if group else torch.float32
+    found = stored.make(kind, (vocabulary, size), int(*group)).on(device, scale, factor * size**0.5)
+    given = dict(zip(("weight", "weight_scale", "weight_zero", "codes"), found, strict=True))
+    return found.dequantised(), given
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("form", ["int4 128 zeros", "int4 32", "nf4 64", "fp4 64", "int4 16", "int8", "fp8"])
+@pytest.mark.parametrize("form", ["zeros 128", "int4 32", "nf4 64", "fp4 64", "int4 16", "int8", "fp8"])
 @pytest.mark.parametrize("nodes", [5, 65])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_quantised_weights_match_fp64(
@@ -490,7 +495,7 @@ def test_the_likeliest_of_parts_of_a_quantised_vocabulary(device: str, monkeypat
     monkeypatch.setattr(kernels, "MOST_LOGITS", 1000)
     seen, plain = [], kernels.dequantised
     monkeypatch.setattr(kernels, "dequantised", lambda *given: seen.append(plain(*given)) or seen[-1])
-    weight, given = quantised("int4 32 zeros", 101, 64, device)
+    weight, given = quantised("zeros 32", 101, 64, device)
     scale = torch.randint(1, 3, given["weight_scale"].shape, device=device).half()
     exact = dequantised(given["weight"], scale, given["weight_zero"], wide=torch.float64)
     hidden = torch.randint(-2, 3, (3, 9, 64), device=device)
