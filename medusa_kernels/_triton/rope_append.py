@@ -9,16 +9,37 @@ device: a cache row outside the cache is not written, and a position outside the
 # mypy: allow-untyped-defs, allow-incomplete-defs
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
+from medusa_kernels._registry import interpreted
 from medusa_kernels._triton import launch
 from medusa_kernels._triton.add_rms_norm import weighted
-from medusa_kernels._triton.rope_append_configs import configuration
 
 OPTIONS = launch.OPTIONS | {"enable_fp_fusion": False}
 """Compiler options of every launch. A fused product and sum would be rounded once, where PyTorch rounds twice."""
+
+
+@dataclass(frozen=True)
+class Config(launch.Warps):
+    """How the work is divided: `rows` heads per program, of as many nodes as that spans."""
+
+    rows: int
+
+
+def configuration(dtype: torch.dtype, head_dim: int, num_warps: int = 2) -> Config:
+    """Return a tile of which every thread holds 16 bytes of either half of a head.
+
+    Two warps divide the work of one decoded token into enough programs (12 for 32 heads of 128 with as many keys and
+    values), and let 32 programs share a multiprocessor when there are many.
+    """
+    half_bytes = triton.next_power_of_2(head_dim // 2) * dtype.itemsize
+    rows = max(1, num_warps * 32 * 16 // half_bytes)
+    return Config(num_warps, 1, max(rows, 256) if interpreted() else rows)
+
 
 # Strides of small index tensors, which change with the tree.
 _UNSPECIALISED = ("stride_cache_lens_b", "stride_depths_b", "stride_depths_n")
