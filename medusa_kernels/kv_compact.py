@@ -52,25 +52,18 @@ def kv_compact(
 def _check_values(kv: Tensor, cache_lens: Tensor, path: Tensor, accept_lens: Tensor, slots: Tensor | None) -> None:
     """Raise the error for the first bad value of tensors on the host."""
     _checks.slots_fit(slots, kv.shape[2])
-    rows = kv.shape[4]
-    steps = path.shape[1]
+    rows, steps = kv.shape[4], path.shape[1]
     values = zip(cache_lens.tolist(), path.tolist(), accept_lens.tolist(), strict=True)
     for b, (length, nodes, accepted) in enumerate(values):
-        _checks.require(
-            -1 <= accepted < steps, "accept_lens", f"-1 to {steps - 1} (P - 1)", f"{accepted} in batch row {b}"
-        )
-        previous = -1
-        for node in nodes[: accepted + 1]:
-            _checks.require(
-                node > previous, "path", "strictly ascending node indices from 0", f"{nodes} in batch row {b}"
-            )
-            _checks.require(
-                length >= 0 and length + node < rows,
-                "cache_lens",
-                f"cache_lens + path within the {rows} cache rows",
-                f"{length} + {node} in batch row {b}",
-            )
-            previous = node
+        of_row = f"in batch row {b}"
+        _checks.require(-1 <= accepted < steps, "accept_lens", f"-1 to {steps - 1} (P - 1)", f"{accepted} {of_row}")
+        used = nodes[: accepted + 1]
+        ascends = all(before < node for before, node in zip([-1, *used], used, strict=False))
+        _checks.require(ascends, "path", "strictly ascending node indices from 0", f"{nodes} {of_row}")
+        last = max(used, default=0)
+        inside = not used or (length >= 0 and length + last < rows)
+        expected = f"cache_lens + path within the {rows} cache rows"
+        _checks.require(inside, "cache_lens", expected, f"{length} + {last} {of_row}")
 
 
 def _reference_on_host(
@@ -86,10 +79,8 @@ def _call(
     """Call a C function, return its status."""
     layers, two, sequences, kv_heads, rows, head_dim = kv.shape
     # Named, so that a copy made here lives until the call has returned.
-    lens, path, accepted, own = (None if t is None else t.contiguous() for t in (*indices, slots))
-    assert lens is not None
-    assert path is not None
-    assert accepted is not None
+    lens, path, accepted = (tensor.contiguous() for tensor in indices)
+    own = None if slots is None else slots.contiguous()
     stored = _checks.cache_slots("kv", kv)
     sizes = layers * two, stored, sequences, len(lens), kv_heads, rows, head_dim * kv.element_size()
     pointers = (
@@ -97,7 +88,7 @@ def _call(
         path.data_ptr(),
         path.shape[1],
         accepted.data_ptr(),
-        own.data_ptr() if own is not None else 0,
+        0 if own is None else own.data_ptr(),
     )
     return function(kv.data_ptr(), *sizes, *pointers, *stream)
 
