@@ -67,11 +67,6 @@ class PackedLinear(nn.Linear):
             self.taken.give_back(self.weight)
         return self.original
 
-    def extra_repr(self) -> str:
-        """Describe the layer in one line for `print(model)`."""
-        numbers = self.codes if self.weight.dtype == torch.uint8 else str(self.weight.dtype).removeprefix("torch.")
-        return f"in_features={self.in_features}, out_features={self.out_features}, {numbers}"
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copy and pickle as the original: a copy of a held model is not held."""
         if self.original is None:
