@@ -1,4 +1,4 @@
-"""A row of the engine: one generation, checked as `generate` checks it."""
+"""A row of the engine: one generation, checked as `generate` checks it, and followed as a single one is."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from medusa_decoding.checks import token_list, whole
+from medusa_decoding.decode.runtime.progress import Progress, RowReader
 from medusa_decoding.decode.selection.processors import LogitsProcessors
 from medusa_decoding.decode.selection.rows import temperature_of_row
 from medusa_decoding.decode.selection.typical import TypicalAcceptance
@@ -38,35 +39,34 @@ Kind = tuple[Tree | Literal["auto"] | None, object]
 """What rows of one step must have in common: the tree that was asked for, and typical acceptance's settings."""
 
 
-@dataclass(eq=False)
-class Row:
-    """One generation in the engine.
+@dataclass(eq=False, kw_only=True)
+class Row(RowReader):
+    """One generation in the engine; `ended` means that the caller has got its last delta.
+
+    What a server alone needs is here: end tokens of single requests, the time limit, cancelling, and why a row ended.
+    Stop strings and tool calls need the text, and are left to `http.answers`.
 
     Attributes:
         ticket: of its caller.
         request: checked, of this row alone.
         selector: how its tokens are picked, as if it were alone.
         kind: see `Kind`.
-        ends: tokens that end it.
         seed: key of its random numbers.
         began: when its first token came.
         text: the prompt's tokens, then those emitted.
         scores: collects the log-probabilities of the prompt's tokens, or None.
         told: log-probabilities that the caller has got.
-        ended: whether the caller has got its last delta.
     """
 
     ticket: Ticket
     request: Request
     selector: TokenSelector
     kind: Kind
-    ends: frozenset[int]
     seed: int
     began: float = 0.0
     text: list[int] = field(default_factory=list)
     scores: PromptScores | None = None
     told: int = 0
-    ended: bool = False
 
     @property
     def budget(self) -> int:
@@ -78,36 +78,32 @@ class Row:
         """Its temperature, 0 if nothing is drawn."""
         return temperature_of_row(self.selector)
 
-    @property
-    def emitted(self) -> int:
-        """New tokens so far."""
-        return len(self.text) - len(self.ticket.prompt)
-
     def take(
-        self, tokens: list[int], ended: bool, error: BaseException | None = None, state: torch.Tensor | None = None
+        self, progress: Progress, place: int, error: BaseException | None = None, state: torch.Tensor | None = None
     ) -> Finish | None:
-        """Add a step's tokens, deliver them, and return why the row has ended, if it has.
+        """Read a step's tokens, deliver them, and return why the row has ended, if it has.
 
         Args:
-            tokens: emitted by the step.
-            ended: whether the step itself ended the row.
+            progress: after the step, or the prefill.
+            place: of the row in it.
             error: what went wrong with this row, whose tokens are then dropped.
             state: that from which a single token was predicted, to deliver with it.
         """
+        if error is None and progress.broken[place]:
+            got = f"got NaN or infinity after {self.count} new tokens"
+            error = FloatingPointError(f"model: expected finite logits, {got}")
         if error is not None:
             self.end(Delta([], "error", error=error))
             return "error"
-        place = next((place for place, token in enumerate(tokens) if token in self.ends), None)
-        if place is not None:
-            tokens = tokens[: place + 1]
+        first, tokens = self.count == 0, self.read(progress, place)
         self.began = self.began or time.monotonic()
-        if self.emitted:  # else it was the prefill
+        if not first:  # else it was the prefill
             self.ticket.accepted.append(len(tokens) - 1)
         self.text += tokens
         finish: Finish | None = None
-        if place is not None:
+        if self.stopped:
             finish = "stop"
-        elif ended or self.emitted >= self.budget or self._late:
+        elif self.ended or self._late:
             finish = "length"
         self.ended = finish is not None
         self.ticket.deliver(Delta(tokens, finish, self._logprobs(len(tokens)), state=state))
@@ -254,7 +250,10 @@ def _row(model: MedusaModel, request: Request, asked: Submission, number: int, s
     # Rows that name the default run with those that name nothing.
     tree = None if asked.tree == "auto" == model.tree else asked.tree
     ticket = Ticket(asked.prompt, _guarded(asked.deliver, number))
-    return Row(ticket, request, selector, (tree, typical), frozenset(request.limits.eos), seed, text=list(asked.prompt))
+    return Row(
+        ticket=ticket, request=request, selector=selector, kind=(tree, typical), ends=frozenset(request.limits.eos),
+        seed=seed, text=list(asked.prompt),
+    )  # fmt: skip
 
 
 def _guarded(deliver: Callable[[int, Delta], None], number: int) -> Callable[[Delta], None]:

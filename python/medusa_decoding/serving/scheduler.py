@@ -337,12 +337,12 @@ class Scheduler:
             for place, (row, error) in enumerate(zip(launched.rows, launched.errors, strict=True)):
                 if row.ended:  # by the step before this one, or cancelled
                     continue
-                before = row.emitted
-                if self._take(row, self.groups.slot(row), progress, place, error, launched.hidden) is not None:
+                finish = self._take(row, self.groups.slot(row), progress, place, error, launched.hidden)
+                if finish is not None:
                     self.groups.leave(row)
-                committed.append(row.emitted - before)
+                if finish != "error":
+                    committed.append(len(row.new))
             seconds = None if launched.made else progress.work
-            committed = [count for count in committed if count]
             self.counts.row_steps[launched.tree.num_nodes] += len(committed)
             launched.policy.observe(launched.tree, seconds, committed)
 
@@ -356,16 +356,12 @@ class Scheduler:
         hidden: torch.Tensor | None,
     ) -> Finish | None:
         """Take what a step or a prefill has left of a row; return why the row has ended, if it has."""
-        if error is None and progress.broken[place]:
-            got = f"got NaN or infinity after {row.emitted} new tokens"
-            error = FloatingPointError(f"model: expected finite logits, {got}")
-        before = row.emitted
-        tokens = [] if error is not None else progress.tokens(place, progress.counts[place] - before)
-        finish = row.take(tokens, progress.finished[place], error, None if hidden is None else hidden[place])
-        if error is not None:
+        before = row.count
+        finish = row.take(progress, place, error, None if hidden is None else hidden[place])
+        if finish == "error":
             self.slots.texts[slot] = []
-        self.counts.new_tokens += row.emitted - before
-        if before and error is None:
+        self.counts.new_tokens += row.count - before
+        if before and finish != "error":
             self.counts.accepted_histogram[row.ticket.accepted[-1]] += 1
         if finish is not None:
             self.counts.finished[finish] += 1

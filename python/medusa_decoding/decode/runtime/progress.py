@@ -2,14 +2,15 @@
 
 On a GPU, what the host needs is copied to pinned memory after each step, in one piece, and read one step late: while
 the host reads step n, step n + 1 is already running. A row that has ended commits nothing, so an extra step changes
-nothing. On a CPU nothing is late, and nothing is copied. Single generations and the server read by the same `Watch`.
+nothing. On a CPU nothing is late, and nothing is copied. Single generations and the server read by the same `Watch`,
+and follow each row by the same `RowReader`.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -43,9 +44,46 @@ class Progress:
     seconds: float | None
     work: float | None
 
-    def tokens(self, row: int, count: int) -> list[int]:
-        """Return the tokens that the step, or the prefill, added to a row; `count` is how many they are."""
-        return self.report[row, 3 : 3 + count].tolist()
+
+@dataclass(eq=False, kw_only=True)
+class RowReader:
+    """One row as the host knows it.
+
+    `tree_accept` ends rows at the EOS tokens that all rows of a step share, and at their budgets. A server's row may
+    have further end tokens, which are looked for here. Everything else that ends a row is the caller's: stopping
+    criteria (`streaming`), and in a server time limits and stop strings.
+
+    Attributes:
+        ends: tokens that end the row wherever they are among a step's tokens; may leave out those of the step's limits.
+        count: new tokens so far.
+        new: those that the step read last has added, its end token included.
+        ended: whether the row has ended.
+    """
+
+    ends: frozenset[int] = frozenset()
+    count: int = 0
+    new: list[int] = field(default_factory=list)
+    ended: bool = False
+
+    def read(self, progress: Progress, place: int) -> list[int]:
+        """Read what a step, or the prefill, has added to the row, which was number `place` of it; return the tokens."""
+        self.new = []
+        if not self.ended:
+            found = progress.report[place, 3 : 3 + progress.counts[place] - self.count].tolist()
+            self.new = found[: next((n for n, token in enumerate(found, 1) if token in self.ends), None)]
+            self.count += len(self.new)
+            self.ended = progress.finished[place] or self.stopped
+        return self.new
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the last token is one of `ends`."""
+        return bool(self.new) and self.new[-1] in self.ends
+
+    def cut(self, count: int) -> None:
+        """End the row after its first `count` new tokens, within the step read last."""
+        self.new = self.new[: len(self.new) + count - self.count]
+        self.count, self.ended = count, True
 
 
 Stamp = torch.cuda.Event | tuple[float, float]

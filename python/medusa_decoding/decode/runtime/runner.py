@@ -13,7 +13,7 @@ from medusa_decoding.decode.loop import StepResult
 from medusa_decoding.decode.policy import Policy
 from medusa_decoding.decode.propose import places
 from medusa_decoding.decode.runtime.memory import Sizes
-from medusa_decoding.decode.runtime.progress import Watch
+from medusa_decoding.decode.runtime.progress import RowReader, Watch
 from medusa_decoding.decode.runtime.steps import Backend, Steps
 from medusa_decoding.decode.runtime.streaming import Observer
 from medusa_decoding.decode.state import DecodeState
@@ -82,8 +82,7 @@ class Runner:
         self._take_earlier, self._seeds, self._observer = take_earlier, seeds, observer
         self._timed = timed or policy.timed
         self._unread: deque[tuple[Tree, bool]] = deque()  # and whether the step was made in this call
-        self._counts, self._finished = [0] * len(prompts), [False] * len(prompts)
-        self._cut: dict[int, int] = {}  # rows that the observer has ended, with the tokens they keep
+        self._rows = [RowReader() for _ in prompts]
         self._reads = 0
 
     def begin(self) -> tuple[DecodeState, int]:
@@ -108,7 +107,7 @@ class Runner:
         lengths, budget, spare = self.sizes.prompt_lengths, self.sizes.budget, self.sizes.spare
         # Tokens that a row may have got in what is not read yet: a whole path per step, one in the prefill.
         ahead = sum(tree.depth + 1 for tree, _ in self._unread) + (self._reads == 0)
-        reached = max(length + min(count + ahead, budget) for length, count in zip(lengths, self._counts, strict=True))
+        reached = max(length + min(row.count + ahead, budget) for length, row in zip(lengths, self._rows, strict=True))
         if reached + spare > self.state.cache.capacity:
             rows = min(reached + HEADROOM, max(lengths) + budget) + spare
             # A session's state may have room for more tokens than this call needs; the larger one takes over all of it.
@@ -129,10 +128,8 @@ class Runner:
         results = []
         while not self.ended and self._watch.pending > (0 if wait else self._watch.late):
             progress = self._watch.read()
-            refuse_broken(progress.broken, self._finished, self._reads)
-            before, running = self._counts, [not finished for finished in self._finished]
-            self._counts = [self._cut.get(row, count) for row, count in enumerate(progress.counts)]
-            self._finished = [row in self._cut or finished for row, finished in enumerate(progress.finished)]
+            refuse_broken(progress.broken, [row.ended for row in self._rows], self._reads)
+            committed = [len(new) for place, row in enumerate(self._rows) if (new := row.read(progress, place))]
             work = progress.work
             if progress.seconds is not None and work is not None:
                 # Processes that share the model choose the same trees only if they see the same durations.
@@ -140,15 +137,12 @@ class Runner:
                 self.seconds.append(progress.seconds)
                 self.work += work
             if self._reads > 0:
-                committed = [now - was for now, was, run in zip(self._counts, before, running, strict=True) if run]
                 tree, made = self._unread.popleft()
                 results.append(StepResult(tree, None if made else work, committed))
             self._reads += 1
-            for row, count in self._observer(progress) if self._observer else ():
-                self.state.cut(row, count)
-                self._cut[row] = self._counts[row] = count
-                self._finished[row] = True
-            self.ended = all(self._finished)
+            for place in self._observer(self._rows) if self._observer else ():
+                self.state.cut(place, self._rows[place].count)
+            self.ended = all(row.ended for row in self._rows)
         return results
 
     def release(self) -> None:

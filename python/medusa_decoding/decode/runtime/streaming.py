@@ -11,11 +11,11 @@ from typing import Any, Protocol
 
 import torch
 
-from medusa_decoding.decode.runtime.progress import Progress
+from medusa_decoding.decode.runtime.progress import RowReader
 from medusa_decoding.decode.state import append_tokens
 
-Observer = Callable[[Progress], list[tuple[int, int]]]
-"""Is shown progress; returns (row, new tokens to keep) of each row that it ends. See `StreamObserver`."""
+Observer = Callable[[Sequence[RowReader]], list[int]]
+"""Is shown the rows after each step; cuts some of them, and returns which. See `StreamObserver`."""
 Scores = Callable[[int, int], tuple[torch.Tensor, ...] | None]
 
 
@@ -68,34 +68,29 @@ class StreamObserver:
         self.criteria, self.streamer, self.scores, self.agree = list(criteria), streamer, scores, agree
         self._lengths = [len(prompt) for prompt in prompts]
         self._texts = list(prompts)
-        self._seen = [0] * len(prompts)
-        self._ended = [False] * len(prompts)
 
-    def __call__(self, progress: Progress) -> list[tuple[int, int]]:
-        """Show what is new; return (row, new tokens to keep) of each row that a criterion has just ended."""
-        cuts = []
-        for row, count in enumerate(progress.counts):
-            if self._ended[row]:
+    def __call__(self, rows: Sequence[RowReader]) -> list[int]:
+        """Show what is new; cut each row that a criterion ends, and return which these are."""
+        cut = []
+        for place, row in enumerate(rows):
+            if not row.new:
                 continue
-            first, self._seen[row] = self._seen[row], count
-            new = torch.tensor(progress.tokens(row, count - first), dtype=torch.int64)
-            stop = self.agree(self._stop(row, first, new)) if self.criteria else -1
+            stop = self.agree(self._stop(place, row)) if self.criteria else -1
             if stop >= 0:
-                cuts.append((row, stop))
-                self._ended[row], new = True, new[: stop - first]
+                row.cut(stop)
+                cut.append(place)
             if self.streamer is not None:
-                for token in new:
-                    self.streamer.put(token[None])
-                if len(new):
-                    end_step(self.streamer)
-        return cuts
+                for token in row.new:
+                    self.streamer.put(torch.tensor([token]))
+                end_step(self.streamer)
+        return cut
 
-    def _stop(self, row: int, first: int, new: torch.Tensor) -> int:
+    def _stop(self, place: int, row: RowReader) -> int:
         """Return after how many new tokens a criterion ends a row in this process; -1 if none does."""
-        prompt = self._lengths[row]
-        text = self._texts[row] = append_tokens(self._texts[row], prompt + first, new)
-        for count in range(first + 1, first + len(new) + 1):
-            prefix, scores = text[None, : prompt + count], self.scores(row, count)
+        prompt, first = self._lengths[place], row.count - len(row.new)
+        text = self._texts[place] = append_tokens(self._texts[place], prompt + first, torch.tensor(row.new))
+        for count in range(first + 1, row.count + 1):
+            prefix, scores = text[None, : prompt + count], self.scores(place, count)
             # Every criterion is asked, as in transformers: one of them may count.
             if any([bool(torch.as_tensor(criterion(prefix, scores)).all()) for criterion in self.criteria]):
                 return count
