@@ -7,11 +7,9 @@ prompt do not count; transformers' repetition penalty is the one that counts the
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
-from medusa_decoding.checks import index, shown
 from medusa_decoding.decode.selection.processors import Processor
 
 MAX_PENALTY, MAX_BIAS = 2.0, 100.0
@@ -53,43 +51,19 @@ class LogitBias:
 
 
 def penalty_processors(
-    prompt_length: int,
-    presence: float = 0.0,
-    frequency: float = 0.0,
-    logit_bias: Mapping[int, float] | None = None,
-    *,
-    vocab_size: int | None = None,
+    prompt_length: int, presence: float, frequency: float, logit_bias: Mapping[int, float]
 ) -> list[Processor]:
-    """Return the processors for one generation; none if nothing is asked for.
+    """Return the processors for one generation; none if nothing is asked for. Values are not checked.
 
     Args:
         prompt_length: tokens of the prompt.
-        presence: the request's `presence_penalty`, -2 to 2.
-        frequency: the request's `frequency_penalty`, -2 to 2.
-        logit_bias: -100 to 100 by token id.
-        vocab_size: token ids must be below it; None to leave this to the caller.
-
-    Raises:
-        ValueError: a value out of its range, named as in a request.
+        presence: the request's `presence_penalty`.
+        frequency: the request's `frequency_penalty`.
+        logit_bias: by token id, which the model must have.
     """
-    presence = _number("presence_penalty", presence, MAX_PENALTY)
-    frequency = _number("frequency_penalty", frequency, MAX_PENALTY)
-    biases = {}
-    for given, bias in (logit_bias or {}).items():
-        token = index("logit_bias", given)
-        if token < 0 or (vocab_size is not None and token >= vocab_size):
-            below = "" if vocab_size is None else f" and below {vocab_size}"
-            raise ValueError(f"logit_bias: expected token ids from 0{below}, got {shown(token)}")
-        biases[token] = _number(f"logit_bias of token {token}", bias, MAX_BIAS)
     processors: list[Processor] = []
     if presence or frequency:
         processors.append(Penalties(prompt_length, presence, frequency))
-    if any(biases.values()):
-        processors.append(LogitBias(biases))
+    if any(logit_bias.values()):
+        processors.append(LogitBias(logit_bias))
     return processors
-
-
-def _number(name: str, value: Any, most: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -most <= value <= most:
-        raise ValueError(f"{name}: expected a number from {-most:g} to {most:g}, got {shown(value)}")
-    return float(value)

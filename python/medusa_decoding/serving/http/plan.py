@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -203,7 +203,7 @@ class Planner:
             message = f"model: expected {self._settings.model}, got {shown(name)}"
             raise ApiError(message, 404, param="model", code="model_not_found")
 
-    def _check_ids(self, name: str, tokens: Sequence[int]) -> None:
+    def _check_ids(self, name: str, tokens: Collection[int]) -> None:
         if max(tokens, default=0) >= self._vocabulary:
             message = f"{name}: expected token ids below {self._vocabulary}, got {max(tokens)}"
             raise ApiError(message, param=name, code="invalid_value")
@@ -295,11 +295,12 @@ class Planner:
     ) -> Callable[[int], list[Any]] | None:
         presence, frequency = body.presence_penalty or 0.0, body.frequency_penalty or 0.0
         bias = {int(token): value for token, value in (body.logit_bias or {}).items()}
+        self._check_ids("logit_bias", bias)
         if not (presence or frequency or bias or make_grammar):
             return None
 
         def make(length: int) -> list[Any]:
-            penalties = penalty_processors(length, presence, frequency, bias, vocab_size=self._vocabulary)
+            penalties = penalty_processors(length, presence, frequency, bias)
             return penalties if make_grammar is None else [*penalties, make_grammar()]
 
         return make
