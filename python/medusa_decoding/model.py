@@ -47,7 +47,6 @@ from medusa_decoding.generation.tree_choice import (
     NO_HEADS,
     UNTUNED,
     TreeChoice,
-    slow_quantisation,
     tuned_choice,
 )
 from medusa_decoding.heads import MAX_TOP_K, MedusaHeads
@@ -397,15 +396,11 @@ class MedusaModel:
                     self._adaptive[sample] = policy
 
     def _tell(self, choice: TreeChoice) -> None:
-        """Log which tree is used and why, and warn if it is slow here whatever the heads are; each once per model."""
-        lines = {logging.INFO: f"decoding with tree: {choice}"}
-        fixed = isinstance(choice.tree, Tree) and choice.tree.num_nodes > 1
-        if fixed and choice.reason == GIVEN and self.backbone.device.type == "cuda":
-            lines[logging.WARNING] = slow_quantisation(self.backbone.causal_lm)
-        for level, line in lines.items():
-            if line and line not in self._told:
-                self._told.add(line)
-                logger.log(level, "%s", line)
+        """Log which tree is used and why, once per model."""
+        line = f"decoding with tree: {choice}"
+        if line not in self._told:
+            self._told.add(line)
+            logger.info("%s", line)
 
     def _policy(self, tree: Tree | Literal["auto"], sample: bool = False) -> Policy:
         if isinstance(tree, Tree):

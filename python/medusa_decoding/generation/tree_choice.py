@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-import re
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from medusa_decoding.checkpoints.tuning_file import Case
-from medusa_decoding.linears.reading import read
 from medusa_decoding.trees.tree import Tree
 
 GIVEN = "given by the caller"
@@ -53,24 +50,3 @@ def tuned_choice(case: Case) -> TreeChoice:
         return TreeChoice(case.tree, f"`medusa tune` found no tree faster here{gain}")
     unknown = ", by an older version that did not measure its noise" if case.gain is None else ""
     return TreeChoice(case.tree, f"tuned on this device for batch {case.batch} and prefix {case.prefix}{unknown}")
-
-
-def slow_quantisation(causal: Any) -> str:
-    """Return a warning if a fixed tree is slow on a model's layers whatever its heads are, else an empty string.
-
-    Before 0.50, bitsandbytes has a kernel for 4-bit weights and one row only; for several rows, such as the nodes of a
-    tree, it restores whole weights in 16 bits first, in every step.
-    """
-    if not any(type(module).__name__ == "Linear4bit" and isinstance(read(module), str) for module in causal.modules()):
-        return ""
-    try:
-        version = importlib.metadata.version("bitsandbytes")
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    if numbers is None or tuple(map(int, numbers.groups())) >= (0, 50):
-        return ""
-    return (
-        f"tree: bitsandbytes {version} restores all 4-bit weights in every step with more than one token, so a fixed "
-        'tree may be slower than plain decoding. Use tree="auto", which measures it, or bitsandbytes 0.50'
-    )
