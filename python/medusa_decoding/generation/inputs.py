@@ -13,6 +13,7 @@ from medusa_decoding.checks import index, shown
 
 MAX_ROWS = 2**16
 """The most rows of a batch. Each has objects on the host, made before the cache's size is checked."""
+_PADDING = "; if nothing is padded, give torch.ones_like(input_ids) (without a mask, transformers' generate makes one)"
 
 
 def split_prompts(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, vocab_size: int) -> list[torch.Tensor]:
@@ -45,10 +46,11 @@ def split_prompts(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, 
     for row, (tokens, real) in enumerate(zip(ids, mask.bool(), strict=True)):
         places = real.nonzero().flatten()
         if len(places) == 0:
-            raise ValueError(f"attention_mask: row {row} has no token")
+            raise ValueError(f"attention_mask: row {row} has no token{_PADDING}")
         first, last = int(places[0]), int(places[-1])
         if last - first + 1 != len(places) or (first > 0 and last < len(real) - 1):
-            raise ValueError(f"attention_mask: expected row {row} padded at one end only, got {real.int().tolist()}")
+            got = real.int().tolist()
+            raise ValueError(f"attention_mask: expected row {row} padded at one end only, got {got}{_PADDING}")
         prompt = tokens[real]
         low, high = int(prompt.min()), int(prompt.max())
         if low < 0 or high >= vocab_size:

@@ -194,7 +194,10 @@ def stopping_criteria(config: GenerationConfig, given: Sequence[Any], tokenizer:
         found.append(MaxTimeCriteria(max_time=config.max_time))
     if config.stop_strings is not None and config.stop_strings != []:
         if tokenizer is None:
-            raise ValueError("tokenizer: expected the model's tokenizer with stop_strings, got None")
+            raise ValueError(
+                "tokenizer: expected the model's tokenizer with stop_strings, got None; or give "
+                "stopping_criteria=[StopStringCriteria(tokenizer, strings)]"
+            )
         strings = [config.stop_strings] if isinstance(config.stop_strings, str) else list(config.stop_strings)
         if not strings or not all(isinstance(text, str) and text for text in strings):
             raise ValueError(f"stop_strings: expected one or more non-empty strings, got {strings!r}")

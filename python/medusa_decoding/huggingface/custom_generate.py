@@ -14,7 +14,6 @@ from types import FrameType
 from typing import Any, Literal
 
 import torch
-import transformers
 from transformers import Cache, EosTokenCriteria, GenerationConfig, MaxLengthCriteria, QuantizedCache
 from transformers.generation import logits_process as lp
 from transformers.generation import utils as generation_utils
@@ -23,6 +22,7 @@ from medusa_decoding.checks import token_list, whole
 from medusa_decoding.decode.limits import Limits
 from medusa_decoding.decode.runtime.steps import Backend
 from medusa_decoding.decode.runtime.streaming import end_step
+from medusa_decoding.decode.selection.sampling import settings_of
 from medusa_decoding.generation import settings
 from medusa_decoding.generation.inputs import ended_on_error, split_prompts, whole_seed
 from medusa_decoding.generation.output import MedusaOutput
@@ -102,11 +102,9 @@ def medusa_generate(
         if generation_config is None:
             raise ValueError("generation_config: expected the one that transformers has prepared, got None")
         # The config is checked first: its messages explain more than those about the other arguments.
-        config = _checked(generation_config, given, bool(stop_strings))
+        config = _checked(generation_config, given)
         mask, positions = _mask_and_positions(model, model_kwargs)
-        # transformers makes a mask and positions if the caller gave none.
-        made_from = generation_config if given.get("attention_mask") is None else None
-        prompts = _prompts(input_ids, mask, model.config.vocab_size, made_from)
+        prompts = split_prompts(input_ids, mask, model.config.vocab_size)
         source = "attention_mask" if given.get("position_ids") is None else "position_ids"
         _check_positions(positions, input_ids, mask, source)
         if streamer is not None and len(input_ids) > 1:
@@ -141,8 +139,7 @@ def _generate_arguments(model: Any) -> dict[str, Any]:
 
     transformers (5.17 to 5.24) silently drops `streamer`, `assistant_model` and `synced_gpus`, which are read from the
     frame of its `generate`, and removes `tokenizer`, which is read from the frame that called it: transformers' own
-    decorator (`torch.no_grad`), which has all keywords. A release with other names is refused, since a streamer that
-    gets nothing would leave its reader waiting.
+    decorator (`torch.no_grad`), which has all keywords.
     """
     frame = inspect.currentframe()
     while frame is not None and not (frame.f_code.co_name == "generate" and frame.f_globals is vars(generation_utils)):
@@ -152,16 +149,8 @@ def _generate_arguments(model: Any) -> dict[str, Any]:
             "medusa_generate: expected a call by transformers, model.generate(.., custom_generate=medusa_generate, "
             "heads=..), got another; MedusaModel.generate can be called directly"
         )
-    names, found = ("streamer", "assistant_model", "synced_gpus"), frame.f_locals
-    unknown = [name for name in names if name not in found]
-    if unknown:
-        raise ValueError(
-            f"custom_generate: expected transformers' generate to have arguments {', '.join(names)}, got none named "
-            f"{', '.join(unknown)} in transformers {transformers.__version__}; MedusaModel.generate does not depend "
-            "on it"
-        )
-    dropped = {name: found[name] for name in names} | {"tokenizer": _arguments(frame.f_back).get("tokenizer")}
-    return _arguments(frame) | dropped
+    dropped = {name: frame.f_locals[name] for name in ("streamer", "assistant_model", "synced_gpus")}
+    return _arguments(frame) | dropped | {"tokenizer": _arguments(frame.f_back).get("tokenizer")}
 
 
 def _arguments(frame: FrameType | None) -> dict[str, Any]:
@@ -196,7 +185,7 @@ class _AfterPrompt:
             self._streamer.end()
 
 
-def _checked(config: GenerationConfig, given: dict[str, Any], stop_strings: bool) -> GenerationConfig:
+def _checked(config: GenerationConfig, given: dict[str, Any]) -> GenerationConfig:
     """Return a copy of the config; anything impossible in it or the other arguments is a `ValueError`."""
     assistant = given["assistant_model"]
     if assistant is not None:
@@ -206,11 +195,6 @@ def _checked(config: GenerationConfig, given: dict[str, Any], stop_strings: bool
     if given["synced_gpus"]:
         raise ValueError(
             "synced_gpus: expected False, got True; processes of FSDP or ZeRO-3 do not decode in step here"
-        )
-    if stop_strings and given["tokenizer"] is None:
-        raise ValueError(
-            "tokenizer: expected the model's tokenizer with stop_strings, got None; or give "
-            "stopping_criteria=[StopStringCriteria(tokenizer, strings)]"
         )
     copied = settings.merge_configs(config, config, {})
     settings.rows_per_prompt(copied)
@@ -248,26 +232,6 @@ def _mask_and_positions(model: Any, model_kwargs: dict[str, Any]) -> tuple[torch
         kind = "quantized" if isinstance(cache, QuantizedCache) else "offloaded" if cache.offloading else None
         settings.check_cache("past_key_values", kind)
     return mask, positions
-
-
-def _prompts(
-    input_ids: torch.Tensor, mask: torch.Tensor | None, vocab_size: int, made: GenerationConfig | None
-) -> list[torch.Tensor]:
-    """Split the prompts into rows without padding.
-
-    If the caller gave no mask, `made` is the config whose pad token transformers made it from, and errors say so.
-    """
-    try:
-        return split_prompts(input_ids, mask, vocab_size)
-    except ValueError as error:
-        name, _, words = str(error).partition(": ")
-        if name != "attention_mask" or made is None:
-            raise
-        pad = token_list(made._pad_token_tensor)
-        raise ValueError(
-            f"attention_mask: none was given, so transformers takes token {pad[0]} (pad_token_id) for padding; "
-            f"{words}. Give attention_mask=torch.ones_like(input_ids) if nothing is padded"
-        ) from error
 
 
 def _check_positions(positions: Any, input_ids: torch.Tensor, mask: torch.Tensor | None, source: str) -> None:
@@ -341,15 +305,15 @@ def _callers_processors(
         )
 
     def of_type(kind: type, processors: Sequence[Any]) -> list[Any]:
-        return [processor for processor in processors if type(processor) is kind]
+        return [settings_of(processor) for processor in processors if type(processor) is kind]
 
     configs = made(do_sample=False, watermarking_config=None, renormalize_logits=None)
     sampling = len(made()) - len(configs)
     merged = list(prepared)[: len(prepared) - sampling]
     types = {type(processor) for processor in merged}
-    callers = {kind for kind in types if not _alike(of_type(kind, merged), of_type(kind, configs))}
+    callers = {kind for kind in types if of_type(kind, merged) != of_type(kind, configs)}
     own = [processor for processor in merged if type(processor) in callers]
-    prefixed = of_type(lp.PrefixConstrainedLogitsProcessor, own)
+    prefixed = [processor for processor in own if type(processor) is lp.PrefixConstrainedLogitsProcessor]
     if len(prefixed) > 1:
         raise ValueError(f"prefix_allowed_tokens_fn: expected at most one, got {len(prefixed)}")
     others = [processor for processor in own if processor not in prefixed]
@@ -358,19 +322,3 @@ def _callers_processors(
         return others, asked  # None, or else refused later
     # With num_return_sequences, transformers 5.24 passes the number of the prompt, earlier versions that of the row.
     return others, lambda row, text: asked(row // rows, text)
-
-
-def _alike(some: list[Any], others: list[Any]) -> bool:
-    """Whether two lists of processors of one type have the same settings."""
-    return len(some) == len(others) and all(
-        vars(one).keys() == vars(other).keys()
-        and all(_equal(value, vars(other)[name]) for name, value in vars(one).items())
-        for one, other in zip(some, others, strict=True)
-    )
-
-
-def _equal(one: Any, other: Any) -> bool:
-    tensors = isinstance(one, torch.Tensor), isinstance(other, torch.Tensor)
-    if any(tensors):
-        return all(tensors) and one.device == other.device and torch.equal(one, other)
-    return bool(one == other)

@@ -167,7 +167,7 @@ class Sampling(TokenSelector):
     def __init__(self, processors: Sequence[Any], sample: bool = True) -> None:
         self.processors = [without_sorting(processor) for processor in processors]
         self.at_once = at_once(processors) if sample and DRAW_AT_ONCE else None
-        settings = (_settings(processor) for processor in self.processors)
+        settings = (settings_of(processor) for processor in self.processors)
         self.key = ("sampled", sample, self.at_once is not None, *settings)
         temperature = temperature_of(processors)
         self.draw_temperature = draw_temperature(temperature) if sample else None
@@ -206,7 +206,8 @@ class Sampling(TokenSelector):
         return follow(nodes.tokens, nodes.shape, choose)
 
 
-def _settings(processor: Any) -> Hashable:
+def settings_of(processor: Any) -> Hashable:
+    """Return what makes processors alike: the type, and the attributes with tensors as tuples."""
     values = ((name, _plain(value)) for name, value in sorted(vars(processor).items()))
     return type(processor).__name__, tuple(values)
 
