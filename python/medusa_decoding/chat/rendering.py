@@ -127,13 +127,15 @@ def _environment() -> Any:
     # computes its constants.
     environment: Any = _compile_jinja_template("").environment
     environment.tick, environment.concatenated = _CLOCK.tick, _concatenated
-    environment.intercepted_binops = frozenset(_OPERATORS)
-    for operator, check in _OPERATORS.items():
-        environment.binop_table[operator] = _checked(check, environment.binop_table[operator])
+    environment.intercepted_binops = frozenset(("+", "*", "**", "%"))
     environment.filters = {name: _bounded_filter(name, function) for name, function in environment.filters.items()}
     environment.globals.pop("lipsum")  # prose without end
     environment.finalize = _CLOCK.write
-    unbounded = environment.call
+    unbounded, operate = environment.call, environment.call_binop
+
+    def call_binop(context: Any, operator: str, left: Any, right: Any) -> Any:
+        _check_call(operator, left, (right,), {})
+        return _checked_size(operate(context, operator, left, right))
 
     def call(context: Any, function: Any, *arguments: Any, **named: Any) -> Any:
         method = getattr(function, "__wrapped__", function)  # the sandbox wraps str.format
@@ -144,7 +146,7 @@ def _environment() -> Any:
             _BoundedFormatter(environment).vformat(owner, *values)
         return _checked_size(unbounded(context, function, *arguments, **named))
 
-    environment.call = call
+    environment.call, environment.call_binop = call, call_binop
     return environment
 
 
@@ -167,16 +169,14 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
 
     @functools.wraps(function)
     def bounded(*arguments: Any, **named: Any) -> Any:
-        _check_call(name, arguments[place], arguments[place + 1 :], named)
-        if name == "format":
-            _check_format(arguments[place])
+        _check_call("%" if name == "format" else name, arguments[place], arguments[place + 1 :], named)
         return _checked_size(function(*arguments, **named))
 
     return bounded
 
 
 def _check_call(name: str, target: Any, arguments: Sequence[Any], named: Mapping[str, Any]) -> None:
-    """Check a call of a method or filter of `target` before it runs."""
+    """Check a call of a method, filter or operator of `target` before it runs."""
     _CLOCK.tick()
     if name in SIZED and any(isinstance(one, int) and abs(one) > ENTRIES for one in (*arguments, *named.values())):
         raise _LimitError(f"calls {name} with numbers up to {ENTRIES:,}, got one with a larger number")
@@ -187,11 +187,22 @@ def _check_call(name: str, target: Any, arguments: Sequence[Any], named: Mapping
         for joined in (target, *arguments):
             if isinstance(joined, (list, tuple)):
                 _check_length(sum(len(entry) if isinstance(entry, str) else 1 for entry in joined), CHARACTERS)
+    elif name == "*":
+        for many, times in ((target, *arguments), (*arguments, target)):
+            if isinstance(many, (str, list, tuple)) and isinstance(times, int):
+                _check_length(len(many) * times, CHARACTERS if isinstance(many, str) else ENTRIES)
+    elif name == "**":
+        if isinstance(target, int) and isinstance(arguments[0], int):
+            _check_bits(target.bit_length() * arguments[0])
+    elif name == "%" and isinstance(target, str) and re.search(r"%[^a-zA-Z%]*\*|\d{7}", target):
+        raise _LimitError(_WIDE)
 
 
 def _checked_size(value: Any) -> Any:
     if isinstance(value, (str, list, tuple)):
         _check_length(len(value), CHARACTERS if isinstance(value, str) else ENTRIES)
+    elif isinstance(value, int):
+        _check_bits(value.bit_length())
     return value
 
 
@@ -201,41 +212,9 @@ def _check_length(length: int, most: int) -> None:
         raise _LimitError(f"makes at most {most:,} {what}, got one that makes more")
 
 
-def _check_product(value: Any, count: Any) -> None:
-    if isinstance(value, int) and isinstance(count, int):
-        _check_bits(value.bit_length() + count.bit_length())
-        return
-    for many, times in ((value, count), (count, value)):
-        if isinstance(many, (str, list, tuple)) and isinstance(times, int):
-            _check_length(len(many) * times, CHARACTERS if isinstance(many, str) else ENTRIES)
-
-
-def _check_sum(left: Any, right: Any) -> None:
-    if isinstance(left, (str, list, tuple)) and isinstance(right, type(left)):
-        _check_length(len(left) + len(right), CHARACTERS if isinstance(left, str) else ENTRIES)
-
-
-def _check_power(base: Any, exponent: Any) -> None:
-    if isinstance(base, int) and isinstance(exponent, int):
-        _check_bits(base.bit_length() * exponent)
-
-
-def _check_format(pattern: Any, values: Any = None) -> None:
-    if isinstance(pattern, str) and re.search(r"%[^a-zA-Z%]*\*|\d{7}", pattern):
-        raise _LimitError(_WIDE)
-
-
 def _check_bits(bits: int) -> None:
     if bits > BITS:
         raise _LimitError(f"makes whole numbers of at most {BITS:,} bits, got one that makes larger ones")
-
-
-def _checked(check: Callable[[Any, Any], None], operate: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    def checked(left: Any, right: Any) -> Any:
-        check(left, right)
-        return _checked_size(operate(left, right))
-
-    return checked
 
 
 def _concatenated(*values: Any) -> str:
@@ -247,4 +226,3 @@ def _concatenated(*values: Any) -> str:
 _WIDE = "formats to widths of at most 6 digits, got one that does not"
 _CLOCK = _Clock()
 _LOCK = threading.RLock()
-_OPERATORS = {"+": _check_sum, "*": _check_product, "**": _check_power, "%": _check_format}
