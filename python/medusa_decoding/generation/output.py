@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from medusa_decoding.decode.runtime.runner import Runner
 from medusa_decoding.decode.selection.processors import LogitsProcessors
 from medusa_decoding.decode.state import DecodeState
 from medusa_decoding.decode.verify import TokenSelector
 from medusa_decoding.generation.metrics import GenerationMetrics
 from medusa_decoding.generation.request import Request
 from medusa_decoding.generation.tree_choice import TreeChoice
-from medusa_decoding.trees.tree import Tree
 
 
 @dataclass
@@ -56,41 +56,23 @@ class MedusaOutput(GenerateDecoderOnlyOutput):
         return committed / self.steps if self.steps else float("nan")
 
 
-def collect_output(
-    state: DecodeState, request: Request, selector: TokenSelector, trees: list[Tree], seconds: list[float]
-) -> MedusaOutput:
-    """Make the output of a finished generation, on the device of its prompts.
-
-    The selector may have kept scores and logits. `trees` are those of each step; `seconds`, if measured, begin with
-    the prefill's.
-    """
+def collect_output(state: DecodeState, request: Request, selector: TokenSelector, runner: Runner) -> MedusaOutput:
+    """Make the output of a finished generation, on the device of its prompts; `selector` may have kept scores."""
     ids, counts = request.input_ids, state.count.tolist()
     new = state.output[:, : max(counts)].to(ids.device)
     emitted = torch.arange(new.shape[1], device=new.device) < torch.tensor(counts, device=new.device)[:, None]
     sequences = torch.cat([ids, new.masked_fill(~emitted, request.limits.pad)], dim=1)
-    committed = state.log[:, 1 : int(state.step)].tolist()  # column 0 is the prefill's token
-    accepted = [_accepted(row, count - 1) for row, count in zip(committed, counts, strict=True)]
+    accepted = [row.accepted for row in runner.rows]
     scores = logits = metrics = None
     if isinstance(selector, LogitsProcessors):
         scores = _stacked([row.scores for row in selector.rows], counts) if selector.keep_scores else None
         logits = _stacked([row.logits for row in selector.rows], counts) if selector.keep_logits else None
     if request.metrics:
         prompts = [len(prompt) for prompt in request.prompts]
-        metrics = GenerationMetrics.from_steps(prompts, counts, accepted, trees, seconds)
+        metrics = GenerationMetrics.from_steps(prompts, counts, accepted, runner.trees, runner.seconds)
     return MedusaOutput(
         sequences=sequences, scores=scores, logits=logits, accept_lengths=accepted, new_tokens=counts, metrics=metrics
     )
-
-
-def _accepted(committed: list[int], total: int) -> list[int]:
-    """Return the accepted tokens below the root of each step of a row that kept `total` tokens of its steps."""
-    accepted = []
-    for tokens in committed:
-        tokens = min(tokens, total)
-        total -= tokens
-        if tokens > 0:
-            accepted.append(tokens - 1)
-    return accepted
 
 
 def _stacked(rows: list[list[torch.Tensor]], counts: list[int]) -> tuple[torch.Tensor, ...]:

@@ -90,17 +90,17 @@ def check_request(
     generation_config: GenerationConfig | None,
     changes: dict[str, Any],
     *,
-    acceptance: str,
-    posterior_threshold: float,
-    posterior_alpha: float,
-    logits_processor: Sequence[Any] | None,
-    prefix_allowed_tokens_fn: Callable[[int, torch.Tensor], list[int]] | None,
-    stopping_criteria: Sequence[Any] | None,
-    tokenizer: Any,
-    streamer: Any,
-    seed: int | None,
-    metrics: bool,
-    session: Session | None,
+    acceptance: str = Request.acceptance,
+    posterior_threshold: float = Request.posterior_threshold,
+    posterior_alpha: float = Request.posterior_alpha,
+    logits_processor: Sequence[Any] | None = None,
+    prefix_allowed_tokens_fn: Callable[[int, torch.Tensor], list[int]] | None = None,
+    stopping_criteria: Sequence[Any] | None = None,
+    tokenizer: Any = None,
+    streamer: Any = None,
+    seed: int | None = None,
+    metrics: bool = False,
+    session: Session | None = None,
 ) -> Request:
     """Check the arguments of `MedusaModel.generate`, of which `changes` are fields of a generation config.
 
@@ -131,7 +131,7 @@ def check_request(
     pad, ends = config.pad_token_id, input_ids[:, [0, -1]]
     if attention_mask is None and pad is not None and len(ends) > 1 and bool((ends == pad).any()):
         logger.warning("attention_mask: none given, so the pad token %d at an end of a row is read as text", pad)
-    count = settings.rows_per_prompt(config, len(input_ids))
+    count = settings.rows_per_prompt(config)
     prompts = [prompt for prompt in prompts for _ in range(count)]
     if streamer is not None and len(prompts) > 1:
         raise ValueError(f"streamer: expected a batch of 1, got {len(prompts)}")

@@ -42,7 +42,7 @@ def run_request(request: Request, policy: Policy, steps: Steps, backend: Backend
         raise
     if streamer is not None:
         streamer.end()
-    output = collect_output(state, request, selector, runner.trees, runner.seconds)
+    output = collect_output(state, request, selector, runner)
     if session is not None:
         session.keep(backbone, weights, state, _cached_texts(output, request), runner.reused)
     else:

@@ -95,10 +95,8 @@ class Row(RowReader):
         if error is not None:
             self.end(Delta([], "error", error=error))
             return "error"
-        first, tokens = self.count == 0, self.read(progress, place)
+        tokens = self.read(progress, place)
         self.began = self.began or time.monotonic()
-        if not first:  # else it was the prefill
-            self.ticket.accepted.append(len(tokens) - 1)
         self.text += tokens
         finish: Finish | None = None
         if self.stopped:
@@ -140,13 +138,7 @@ class Submission:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     tree: Tree | Literal["auto"] | None = None
-    acceptance: dict[str, Any] = field(
-        default_factory=lambda: {
-            "acceptance": Request.acceptance,
-            "posterior_threshold": Request.posterior_threshold,
-            "posterior_alpha": Request.posterior_alpha,
-        }
-    )
+    acceptance: dict[str, Any] = field(default_factory=dict)
 
 
 def own_stop_strings(model: MedusaModel) -> list[str]:
@@ -206,9 +198,7 @@ def check_rows(
     for number in range(n):
         request = check_request(
             model.backbone, torch.tensor([prompt], dtype=torch.int64), None, None, dict(changes), **asked.acceptance,
-            logits_processor=make_processors() if make_processors is not None else None,
-            prefix_allowed_tokens_fn=None, stopping_criteria=None, tokenizer=None, streamer=None, seed=seed,
-            metrics=False, session=None,
+            logits_processor=make_processors() if make_processors is not None else None, seed=seed,
         )  # fmt: skip
         if seed is None and request.config.do_sample:
             seed = int(torch.randint(2**63 - 1, ()))  # one for all choices
@@ -251,8 +241,8 @@ def _row(model: MedusaModel, request: Request, asked: Submission, number: int, s
     tree = None if asked.tree == "auto" == model.tree else asked.tree
     ticket = Ticket(asked.prompt, _guarded(asked.deliver, number))
     return Row(
-        ticket=ticket, request=request, selector=selector, kind=(tree, typical), ends=frozenset(request.limits.eos),
-        seed=seed, text=list(asked.prompt),
+        ticket=ticket, accepted=ticket.accepted, request=request, selector=selector, kind=(tree, typical),
+        ends=frozenset(request.limits.eos), seed=seed, text=list(asked.prompt),
     )  # fmt: skip
 
 

@@ -362,7 +362,7 @@ class Scheduler:
             self.slots.texts[slot] = []
         self.counts.new_tokens += row.count - before
         if before and finish != "error":
-            self.counts.accepted_histogram[row.ticket.accepted[-1]] += 1
+            self.counts.accepted_histogram[row.accepted[-1]] += 1
         if finish is not None:
             self.counts.finished[finish] += 1
         return finish

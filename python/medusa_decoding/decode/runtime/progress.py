@@ -57,12 +57,14 @@ class RowReader:
         ends: tokens that end the row wherever they are among a step's tokens; may leave out those of the step's limits.
         count: new tokens so far.
         new: those that the step read last has added, its end token included.
+        accepted: how many draft tokens each step has accepted (the prefill is not a step).
         ended: whether the row has ended.
     """
 
     ends: frozenset[int] = frozenset()
     count: int = 0
     new: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
     ended: bool = False
 
     def read(self, progress: Progress, place: int) -> list[int]:
@@ -71,6 +73,8 @@ class RowReader:
         if not self.ended:
             found = progress.report[place, 3 : 3 + progress.counts[place] - self.count].tolist()
             self.new = found[: next((n for n, token in enumerate(found, 1) if token in self.ends), None)]
+            if self.count:
+                self.accepted.append(len(self.new) - 1)
             self.count += len(self.new)
             self.ended = progress.finished[place] or self.stopped
         return self.new
@@ -82,7 +86,10 @@ class RowReader:
 
     def cut(self, count: int) -> None:
         """End the row after its first `count` new tokens, within the step read last."""
-        self.new = self.new[: len(self.new) + count - self.count]
+        dropped = self.count - count
+        self.new = self.new[: len(self.new) - dropped]
+        if self.accepted:
+            self.accepted[-1] -= dropped
         self.count, self.ended = count, True
 
 

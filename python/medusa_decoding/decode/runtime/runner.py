@@ -43,6 +43,7 @@ class Runner:
 
     Attributes:
         state: the current state. Its user releases it to the pool.
+        rows: as far as they are read.
         reused: tokens of each prompt that were in the cache before.
         trees: the tree of each step launched (on a GPU one step more than was needed).
         seconds: of the prefill and of each step read back, if measured.
@@ -82,7 +83,7 @@ class Runner:
         self._take_earlier, self._seeds, self._observer = take_earlier, seeds, observer
         self._timed = timed or policy.timed
         self._unread: deque[tuple[Tree, bool]] = deque()  # and whether the step was made in this call
-        self._rows = [RowReader() for _ in prompts]
+        self.rows = [RowReader() for _ in prompts]
         self._reads = 0
 
     def begin(self) -> tuple[DecodeState, int]:
@@ -107,7 +108,7 @@ class Runner:
         lengths, budget, spare = self.sizes.prompt_lengths, self.sizes.budget, self.sizes.spare
         # Tokens that a row may have got in what is not read yet: a whole path per step, one in the prefill.
         ahead = sum(tree.depth + 1 for tree, _ in self._unread) + (self._reads == 0)
-        reached = max(length + min(row.count + ahead, budget) for length, row in zip(lengths, self._rows, strict=True))
+        reached = max(length + min(row.count + ahead, budget) for length, row in zip(lengths, self.rows, strict=True))
         if reached + spare > self.state.cache.capacity:
             rows = min(reached + HEADROOM, max(lengths) + budget) + spare
             # A session's state may have room for more tokens than this call needs; the larger one takes over all of it.
@@ -128,8 +129,8 @@ class Runner:
         results = []
         while not self.ended and self._watch.pending > (0 if wait else self._watch.late):
             progress = self._watch.read()
-            refuse_broken(progress.broken, [row.ended for row in self._rows], self._reads)
-            committed = [len(new) for place, row in enumerate(self._rows) if (new := row.read(progress, place))]
+            refuse_broken(progress.broken, [row.ended for row in self.rows], self._reads)
+            committed = [len(new) for place, row in enumerate(self.rows) if (new := row.read(progress, place))]
             work = progress.work
             if progress.seconds is not None and work is not None:
                 # Processes that share the model choose the same trees only if they see the same durations.
@@ -140,9 +141,9 @@ class Runner:
                 tree, made = self._unread.popleft()
                 results.append(StepResult(tree, None if made else work, committed))
             self._reads += 1
-            for place in self._observer(self._rows) if self._observer else ():
-                self.state.cut(place, self._rows[place].count)
-            self.ended = all(row.ended for row in self._rows)
+            for place in self._observer(self.rows) if self._observer else ():
+                self.state.cut(place, self.rows[place].count)
+            self.ended = all(row.ended for row in self.rows)
         return results
 
     def release(self) -> None:
