@@ -174,17 +174,12 @@ def v2(folder, limit, current):
     return {f"{folder}memory.max": limit, f"{folder}memory.current": current}
 
 
-def v1(folder, limit, usage):
-    return {f"memory/{folder}memory.limit_in_bytes": limit, f"memory/{folder}memory.usage_in_bytes": usage}
-
-
-V1_GROUPS = "3:cpuset,memory:/a\n2:cpu:/a\n0::/\n"
-STAT = "anon 1\ninactive_file 7000\nactive_file 500\ntotal_inactive_file 3000\n"
+STAT = "anon 1\ninactive_file 7000\nactive_file 500\n"
 HOSTS = {
     # the process's control groups, their files, and what is left if the kernel reports 80 kB
     "no groups": ("", {}, 80 * 1024),
-    "version 2, files to give up": ("0::/a\n", v2("a/", "50000", "20000") | {"a/memory.stat": STAT}, 37000),
-    "version 1, a limit above": (V1_GROUPS, v1("a/", "60000", "2") | v1("", "700", "200"), 500),
+    "files to give up": ("0::/a\n", v2("a/", "50000", "20000") | {"a/memory.stat": STAT}, 37000),
+    "a limit above": ("1:cpu:/x\n0::/a\n", v2("a/", "60000", "2") | v2("", "700", "200"), 500),
 }
 
 

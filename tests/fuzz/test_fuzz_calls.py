@@ -83,18 +83,6 @@ def test_tokens_beyond_memory_are_refused_before_anything_is_allocated(model, ex
     assert "of 2,147,483,647 new tokens per row" in said[0]
 
 
-def test_rows_beyond_reason_are_refused_before_they_are_made(model):
-    with bounded(ValueError, memory=32 * MIB) as said:
-        model.generate(IDS, max_new_tokens=2, do_sample=True, num_return_sequences=10**9)
-    assert said[0].startswith(
-        "num_return_sequences: expected at most 65,536 rows in all, got 1 prompts times 1,000,000"
-    )
-    ids = torch.ones(1, 1, dtype=torch.int64).expand(10**8, 1)
-    with bounded(ValueError, memory=32 * MIB) as said:
-        model.generate(ids, max_new_tokens=2)
-    assert said[0].startswith("input_ids: expected at most 65,536 rows")
-
-
 @pytest.mark.parametrize("value", VALUES)
 def test_constructors_refuse_by_name(value):
     value = VALUES[value]

@@ -63,8 +63,6 @@ _PLAIN_TRAINING = """\
 {%- generation -%}{{- message.content + eos_token -}}{%- endgeneration -%}
 {%- else -%}{{- message.content + '\\n' -}}{%- endif -%}
 {%- endfor -%}"""
-# For messages without tools, if the tokenizer has only named templates.
-_NO_DEFAULT = "{{ raise_exception('name one of the tokenizer\\'s templates (--template), as none is the default: '"
 MESSAGE_KEYS = ("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content")
 """What a template sees of a message."""
 BUILT_IN = {"vicuna": _VICUNA, "plain": _PLAIN}
@@ -163,8 +161,6 @@ class ChatTemplate(PromptEncoder):
     ) -> None:
         super().__init__(tokenizer)
         self.text, self.tool_text = _template_texts(tokenizer, name, built_in)
-        # A tokenizer may have a template for tools only.
-        self._no_tools: list[Any] | None = [] if str(self.text).startswith(_NO_DEFAULT) else None
         self.variables: dict[str, Any] = {**tokenizer.special_tokens_map, **(variables or {})}
         # A built-in template leaves the start token to the tokenizer; any other one writes it itself.
         self._adds_special = name in built_in
@@ -173,7 +169,7 @@ class ChatTemplate(PromptEncoder):
         added = (str(token) for token in tokenizer.added_tokens_decoder.values() if token.special)
         self.special = tuple(token for token in {*tokenizer.all_special_tokens, *added} if token.strip())
         if check:
-            self.render([{"role": "user", "content": "?"}], self._no_tools)
+            self.render([{"role": "user", "content": "?"}])
 
     def render_spans(
         self,
@@ -244,7 +240,7 @@ class ChatTemplate(PromptEncoder):
         """The text that the template puts after an answer; empty if that is not certain."""
         try:
             messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
-            text, _ = self.render_spans(messages, tools=self._no_tools)
+            text, _ = self.render_spans(messages)
         except (TemplateError, ValueError):
             return ""
         parts = text.split(PROBE)
@@ -290,8 +286,7 @@ def _template_texts(tokenizer: Any, name: str | None, built_in: Mapping[str, str
         if not own:
             raise ValueError(f"{expected}, because the tokenizer of {tokenizer.name_or_path} has no template, got none")
         if isinstance(own, dict) and "default" not in own:
-            refusing = f"{_NO_DEFAULT} + {', '.join(sorted(own))!r}) }}}}"
-            return refusing, own.get("tool_use", refusing)
+            raise ValueError(f"template: name one of the tokenizer's templates, none is the default: {', '.join(own)}")
         return tokenizer.get_chat_template(), tokenizer.get_chat_template(tools=[])
     if name in built_in:
         if "eos_token" in built_in[name] and tokenizer.eos_token is None:

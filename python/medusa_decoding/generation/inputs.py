@@ -11,8 +11,6 @@ import torch
 
 from medusa_decoding.checks import index, shown
 
-MAX_ROWS = 2**16
-"""The most rows of a batch. Each has objects on the host, made before the cache's size is checked."""
 _PADDING = "; if nothing is padded, give torch.ones_like(input_ids) (without a mask, transformers' generate makes one)"
 
 
@@ -34,8 +32,6 @@ def split_prompts(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, 
         raise ValueError(f"input_ids: expected int64 [B, T], got {input_ids.dtype} {list(input_ids.shape)}")
     if input_ids.numel() == 0:
         raise ValueError(f"input_ids: expected at least one row and one token, got shape {list(input_ids.shape)}")
-    if len(input_ids) > MAX_ROWS:
-        raise ValueError(f"input_ids: expected at most {MAX_ROWS:,} rows, got {len(input_ids):,}")
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     if mask.shape != input_ids.shape:
         raise ValueError(f"attention_mask: expected shape {list(input_ids.shape)}, got {list(mask.shape)}")

@@ -17,7 +17,6 @@ from transformers import GenerationConfig, MaxTimeCriteria, StopStringCriteria
 
 from medusa_decoding.checks import check_truth, shown, token_list, whole
 from medusa_decoding.decode.limits import Limits
-from medusa_decoding.generation.inputs import MAX_ROWS
 
 DEFAULT_NEW_TOKENS = 256
 logger = logging.getLogger(__name__)
@@ -205,11 +204,11 @@ def stopping_criteria(config: GenerationConfig, given: Sequence[Any], tokenizer:
     return found
 
 
-def rows_per_prompt(config: GenerationConfig, prompts: int = 1) -> int:
-    """Return how many rows each of `prompts` prompts is expanded to.
+def rows_per_prompt(config: GenerationConfig) -> int:
+    """Return how many rows each prompt is expanded to.
 
     Raises:
-        ValueError: a count below 1, several rows without sampling (all equal), or too many rows in all.
+        ValueError: a count below 1, or several rows without sampling (all equal).
     """
     asked = whole("num_return_sequences", config.num_return_sequences)
     count = 1 if asked is None else asked
@@ -217,8 +216,4 @@ def rows_per_prompt(config: GenerationConfig, prompts: int = 1) -> int:
         raise ValueError(f"num_return_sequences: expected at least 1, got {count}")
     if count > 1 and not config.do_sample:
         raise ValueError(f"num_return_sequences: expected 1 without do_sample=True (all would be equal), got {count}")
-    if prompts * count > MAX_ROWS:
-        raise ValueError(
-            f"num_return_sequences: expected at most {MAX_ROWS:,} rows in all, got {prompts:,} prompts times {count:,}"
-        )
     return count

@@ -213,7 +213,7 @@ def host_memory(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup"
 
     Args:
         proc: where the kernel's process files are.
-        groups: where the control groups (version 1 or 2) are.
+        groups: where the control groups (version 2) are.
     """
     bounds = []
     for line in _lines(proc / "meminfo"):
@@ -222,29 +222,24 @@ def host_memory(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup"
             bounds.append(int(value.split()[0]) * 1024)
     for line in _lines(proc / "self" / "cgroup"):
         _, controllers, path = line.split(":", 2)
-        if controllers == "":
-            names, root = ("memory.max", "memory.current", "inactive_file"), groups
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-            root = groups / "memory"
-        else:
+        if controllers:  # version 1
             continue
         # In a container the path may be the host's, of which only the root is visible here.
-        inner = root / path.lstrip("/")
+        inner = groups / path.lstrip("/")
         for folder in (inner, *inner.parents):
-            bounds += _left_in(folder, *names)
-            if folder == root:
+            bounds += _left_in(folder)
+            if folder == groups:
                 break
     return max(0, min(bounds)) if bounds else None
 
 
-def _left_in(folder: Path, limit: str, usage: str, reclaimable: str) -> list[int]:
+def _left_in(folder: Path) -> list[int]:
     """Return the bytes that one control group leaves, as a list that is empty if it sets no limit."""
-    limits, used = _lines(folder / limit), _lines(folder / usage)
+    limits, used = _lines(folder / "memory.max"), _lines(folder / "memory.current")
     if not limits or not used or limits[0] == "max":
         return []
     # Inactive pages of files count as used, and are reclaimed first.
-    files = [int(line.split()[1]) for line in _lines(folder / "memory.stat") if line.startswith(reclaimable + " ")]
+    files = [int(line.split()[1]) for line in _lines(folder / "memory.stat") if line.startswith("inactive_file ")]
     return [int(limits[0]) - int(used[0]) + sum(files)]
 
 
