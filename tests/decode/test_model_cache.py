@@ -11,7 +11,6 @@ from models import heads_for, prompts, tiny, transformers_greedy
 
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.backbone.attention_swap import AttentionSwap, TreeAttention
-from medusa_decoding.huggingface.model_cache import forget
 
 
 def test_the_model_is_restored_after_success_and_failure(model, heads):
@@ -95,9 +94,6 @@ def test_two_sets_of_heads_on_one_model(model, heads):
     assert kept(model)[0] is second
     assert not any(isinstance(attention, TreeAttention) for attention in attentions(model))
     first.undo()
-    forget(model)
-    assert kept(model) == []
-    forget(model)
     assert with_heads(model, heads, row[None])[0, 6:].tolist() == expected
 
 

@@ -283,18 +283,8 @@ class FunctionRequest(Request):
             drawn = [[chooser.randrange(-99, 100) for _ in range(20)] for _ in range(4)]
             lists: list[list[Any]] = [[], [number - 1, number, number + 1, 2 * number], *drawn]
         else:
-            letters = [
-                "AB",
-                "abc",
-                "kayak",
-                "X1",
-                "a2b",
-                "ZEBRA",
-                "longer",
-                "considerably",
-                "b" * (number + 1),
-                "C" * number,
-            ]
+            words = ["AB", "abc", "kayak", "X1", "a2b", "ZEBRA", "longer", "considerably"]
+            letters = [*words, "b" * (number + 1), "C" * number]
             lists = [[], *([w for w in chooser.sample(letters, len(letters)) if w] for _ in range(4))]
         lines = ["exec(answer, made := {})"]
         for values in lists:

@@ -82,11 +82,3 @@ def _resumed(medusa: MedusaModel, model: Any) -> bool:
             return True
     medusa.undo()
     return False
-
-
-def forget(model: nn.Module) -> None:
-    """Free what is cached of a model: caches, compiled and captured steps, heads read from folders."""
-    with _cache_lock:
-        forgotten = _cache.pop(model, {})
-    for medusa in forgotten.values():
-        medusa.undo()

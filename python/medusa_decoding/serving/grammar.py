@@ -190,7 +190,9 @@ class Grammars:
 
     def _compiled(self, grammar: str) -> Any:
         _try(grammar)
-        matcher = _llguidance().LLMatcher(self._vocabulary, grammar, log_level=0, limits=_limits())
+        library = _llguidance()
+        limits = library.LLParserLimits(**LIMITS)
+        matcher = library.LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
         first = matcher.deep_copy()
         # Some errors appear only once a mask is computed, or after the text's beginning that the schema fixes.
         for _ in range(2):
@@ -322,10 +324,6 @@ def _refused(reason: str) -> ValueError:
     if len(words) > 300:  # a pattern, then what is wrong with it
         words = f"{words[:100]} .. {words[-150:]}"
     return ValueError(f"json_schema: expected a supported JSON schema, got: {words}")
-
-
-def _limits() -> Any:
-    return _llguidance().LLParserLimits(**LIMITS)
 
 
 def _llguidance() -> Any:

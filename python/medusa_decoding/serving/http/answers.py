@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -266,7 +267,7 @@ class Answers:
         plan = self._plan
         most = plan.arguments["max_new_tokens"]
         for number, prompt in enumerate(plan.prompts):
-            make = None if plan.make_processors is None else _bound(plan.make_processors, len(prompt))
+            make = plan.make_processors and functools.partial(plan.make_processors, len(prompt))
             first, room = number * plan.n, self._engine.context - len(prompt)
             self.tickets += self._engine.submit(
                 prompt,
@@ -310,10 +311,6 @@ def _failure(error: BaseException | None) -> ApiError:
     if isinstance(error, ValueError) and str(error).startswith(("grammar:", "json_schema:")):
         return bad_request(error)
     return as_api_error(error or RuntimeError())
-
-
-def _bound(make: Callable[[int], list[Any]], length: int) -> Callable[[], list[Any]]:
-    return lambda: make(length)
 
 
 def text_before(tokenizer: Any, prompt: list[int]) -> list[int]:

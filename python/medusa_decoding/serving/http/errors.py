@@ -6,7 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -125,11 +125,11 @@ def _validation_error(error: RequestValidationError) -> ApiError:
     places = [_place(problem["loc"][1:], error.body) for problem in problems]
 
     def fit(number: int) -> tuple[bool, int, int]:
-        place = places[number]
-        return not problems[number]["type"].endswith("_type"), place.depth, place.item
+        _, depth, item = places[number]
+        return not problems[number]["type"].endswith("_type"), depth, item
 
     best = max(range(len(problems)), key=fit)
-    return _problem(places[best].name, problems[best])
+    return _problem(places[best][0], problems[best])
 
 
 def _problem(param: str, problem: Mapping[str, Any]) -> ApiError:
@@ -146,13 +146,7 @@ def _problem(param: str, problem: Mapping[str, Any]) -> ApiError:
     return ApiError(message, param=param, code="invalid_type" if kind.endswith("_type") else "invalid_value")
 
 
-class _Place(NamedTuple):
-    name: str
-    depth: int
-    item: int
-
-
-def _place(loc: Sequence[int | str], body: Any) -> _Place:
+def _place(loc: Sequence[int | str], body: Any) -> tuple[str, int, int]:
     """Return a place in the body, such as "tools[0].type", its depth, and its last index of a list.
 
     pydantic's own places also name members of unions.
@@ -164,7 +158,7 @@ def _place(loc: Sequence[int | str], body: Any) -> _Place:
             path, body, depth, item = f"{path}[{part}]", body[part], depth + 1, part
         elif isinstance(body, dict) and isinstance(part, str) and (part in body or last):
             path, body, depth = f"{path}.{part}" if path else part, body.get(part), depth + 1
-    return _Place(path or "body", depth, item)
+    return path or "body", depth, item
 
 
 def _clean(text: str) -> str:
