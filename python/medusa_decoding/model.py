@@ -30,7 +30,7 @@ from medusa_decoding.checkpoints.accuracies import Accuracies, default_accuracie
 from medusa_decoding.checkpoints.pretrained import stated_sizes
 from medusa_decoding.checkpoints.reading import HUB_FILES, fetch_folder, is_plain, stated_base_model, without_heads
 from medusa_decoding.checks import shown
-from medusa_decoding.decode.adaptive.acceptance import AcceptanceModel, TreeSet, sizes_for
+from medusa_decoding.decode.adaptive.acceptance import TreeSet, sizes_for
 from medusa_decoding.decode.adaptive.policy import Adaptive
 from medusa_decoding.decode.adaptive.step_times import StepTimes
 from medusa_decoding.decode.policy import FixedTree, Policy
@@ -423,7 +423,7 @@ class MedusaModel:
         tree_set = TreeSet(accuracies, stored, sizes_for(backend, self.backbone.runs_quantised_modules()))
         tuning = self._tuning_here()
         times = StepTimes() if tuning is None else tuning.times()
-        return Adaptive(tree_set, times, AcceptanceModel(tree_set), independent)
+        return Adaptive(tree_set, times, independent)
 
     def _tuning_here(self) -> tuning_file.Tuning | None:
         """Return what `medusa tune` has found, as long as the model runs where that was."""

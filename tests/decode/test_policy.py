@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 from simulation import BETTER, DEVICES, GOOD, GPU, USELESS, Heads, Simulation, commit, preempted
 
-from medusa_decoding.decode.adaptive.acceptance import AcceptanceModel, TreeSet
+from medusa_decoding.decode.adaptive.acceptance import TreeSet
 from medusa_decoding.decode.adaptive.policy import Adaptive
 from medusa_decoding.decode.adaptive.step_times import StepTimes
 from medusa_decoding.decode.policy import FixedTree
@@ -17,7 +17,7 @@ from medusa_decoding.decode.policy import FixedTree
 
 def adaptive(accuracies: Heads = GOOD, times: StepTimes | None = None, independent: bool = False) -> Adaptive:
     tree_set = TreeSet(accuracies)
-    return Adaptive(tree_set, times or StepTimes("device", "model"), AcceptanceModel(tree_set), independent)
+    return Adaptive(tree_set, times or StepTimes("device", "model"), independent)
 
 
 def always(heads: Heads) -> Callable[[int], Heads]:

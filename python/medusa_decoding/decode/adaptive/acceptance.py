@@ -110,16 +110,9 @@ class AcceptanceModel:
 
     Attributes:
         tokens: expected tokens per step and row for each tree, the root's included. Changed in place.
-
-    Raises:
-        ValueError: `memory` is below 1, or `prior` is not above 0.
     """
 
     def __init__(self, tree_set: TreeSet, memory: float = 16.0, prior: float = 2.0) -> None:
-        if memory < 1:
-            raise ValueError(f"memory: expected at least 1 step, got {memory}")
-        if prior <= 0:
-            raise ValueError(f"prior: expected a precision above 0, got {prior}")
         self.tree_set = tree_set
         self._shifts = _Shift(memory, prior), _Shift(memory, prior)
         self.tokens = [1.0] * len(tree_set.trees)

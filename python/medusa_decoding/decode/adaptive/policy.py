@@ -63,28 +63,20 @@ class Adaptive(Policy):
     Args:
         tree_set: the trees to choose from.
         times: step times of this model on this device.
-        acceptance: a model of the same trees.
         independent: whether each sequence of a batch ends by itself, as in a server: the batch has then come as far as
             its sequences have on average.
-
-    Raises:
-        ValueError: `acceptance` is about another tree set.
     """
 
     timed = True
 
-    def __init__(
-        self, tree_set: TreeSet, times: StepTimes, acceptance: AcceptanceModel, independent: bool = False
-    ) -> None:
-        if acceptance.tree_set is not tree_set:
-            raise ValueError("acceptance: expected a model of the given tree set, got one of another")
+    def __init__(self, tree_set: TreeSet, times: StepTimes, independent: bool = False) -> None:
         self.trees = tree_set.trees
         self.times = times
-        self.acceptance = acceptance
+        self.acceptance = AcceptanceModel(tree_set)
         self.independent = independent
         self._nodes = [tree.num_nodes for tree in self.trees]
         self._index = {id(tree): index for index, tree in enumerate(self.trees)}
-        self._good_heads = [tokens - 1.0 for tokens in AcceptanceModel(tree_set).tokens]
+        self._good_heads = [tokens - 1.0 for tokens in self.acceptance.tokens]
         self._lost = self._elapsed = self._probe_credit = 0.0
         self._vain_probes = 0
         self._profile: Profile | None = None

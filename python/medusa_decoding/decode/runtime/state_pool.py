@@ -108,7 +108,7 @@ class StatePool:
         Args:
             state: what `acquire` or `enlarge` returned, not released. If another one is returned, this one must neither
                 be used nor released any more.
-            sizes: of the new generation, whose prompts begin with the earlier text.
+            sizes: of the new generation, of as many rows, whose prompts begin with the earlier text.
             rows: cache rows that a sequence needs at least.
 
         Returns:
@@ -118,12 +118,9 @@ class StatePool:
             cache fits instead of the old one but not next to it.
 
         Raises:
-            ValueError: another number of rows than the state has.
             MemoryError: the larger cache does not fit; the state is unchanged.
         """
         cache, lengths = state.cache, sizes.prompt_lengths
-        if len(lengths) != len(cache.lengths):
-            raise ValueError(f"prompt_lengths: expected {len(cache.lengths)} rows, got {len(lengths)}")
         width = max(state.output.shape[1], bucket(sizes.budget + 1))
         same_model = self._serves(state, self.backbone.kv_shape(len(lengths), cache.capacity), width=None)
         cached = min(cache.lengths.tolist()) if same_model else 0
