@@ -328,3 +328,12 @@ def test_a_host_that_reads_one_step_late_cuts_at_the_same_token(written, monkeyp
         recorder = Recorder()
         medusa.generate(written.rows[0][None], max_new_tokens=NEW, stopping_criteria=[criterion], streamer=recorder)
         assert [value[0] for value in recorder.values[1:]] == expected[0]
+
+
+def test_a_row_ends_at_an_end_token_of_its_own_within_a_step():
+    report = torch.tensor([[5, 0, 0, 11, 12, 13, 14]], dtype=torch.int32)
+    step = progress.Progress([5], [False], [False], report, None, None)
+    row = progress.RowReader(ends=frozenset([13]), count=1)
+    assert row.read(step, 0) == [11, 12, 13]
+    assert (row.count, row.accepted, row.stopped, row.ended) == (4, [2], True, True)
+    assert row.read(step, 0) == []
