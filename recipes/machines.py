@@ -29,7 +29,7 @@ WHOLE = {"model.quantization": "none"}
 SHARED = {"heads.shared_projection": "true"}
 SLOWER = {name: machines.parse("4090")[1].rate / machines.parse(name)[1].rate for name in ("3090", "L4")}
 SETTINGS = {
-    ("llama-3-8b", "4090"): {**SHARED, "heads.storage": "float", "data.length": "1024"},
+    ("llama-3-8b", "4090"): {**SHARED, "data.length": "1024"},
     ("qwen3-8b", "4090"): {**SHARED, "data.length": "2048"},
     ("vicuna-7b", "A100-80GB"): WHOLE,
     ("mistral-7b", "A100-80GB"): WHOLE,
@@ -79,7 +79,7 @@ def row(model: str, machine: str) -> tuple[str, int, str, str]:
     command = f"{start} {'distill' if own else 'train'} --config recipes/{model}.yaml"
     command += "".join(f" --set {key}={value}" for key, value in settings.items())
     heads = estimate.meta_heads(config, shapes.hidden, shapes.vocabulary)
-    others = [reader.program for reader in readers(heads, config.heads.storage) if reader.options is not None]
+    others = [reader.program for reader in readers(heads) if reader.options is not None]
     read = ", ".join(["this package", *others, *([] if others else ["vLLM with our plugin"])])
     return command, sum(estimate.memory(config, shapes).values()), estimate.duration(seconds), read
 

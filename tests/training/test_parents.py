@@ -11,7 +11,6 @@ from formulas import (
     gradients,
     inputs_of,
     plain_logits,
-    plain_loss,
     plain_targets,
     random_heads,
     random_text,
@@ -88,24 +87,6 @@ def test_hits_are_counted_with_the_parent_term():
         assert found.outside[head] == outside > 0
         base = (heads(hidden)[kept, head].topk(3).indices == target[kept, None]).cumsum(1).sum(0)
         assert base.tolist() != hits.tolist(), "the term makes no difference: the case shows nothing"
-
-
-@pytest.mark.parametrize("storage", ["int8", "fp8"])
-def test_8_bit_heads_are_evaluated_but_not_trained(storage):
-    floats = random_heads(parent_rank=2, dtype=torch.float32)
-    heads = floats.quantized(storage)
-    hidden, labels = random_text(60, dtype=torch.float32)
-    given = inputs_of(heads, labels)
-    with pytest.raises(ValueError, match=f"heads: expected projections in floats to be trained .*, got {storage}"):
-        medusa_loss(hidden, heads, labels, **given)
-    with torch.no_grad():
-        found = medusa_loss(hidden, heads, labels, **given, chunk=7)
-        values = dict(heads.named_parameters()) | {"w2": heads.w2.double() * heads.w2_scale[..., None].double()}
-        values = {name: value.double() for name, value in values.items()}
-        expected = plain_loss(hidden.double(), heads, labels, **given, values=values)
-        unquantised = medusa_loss(hidden, floats, labels, **given).loss
-    torch.testing.assert_close(found.loss.double(), expected, rtol=1e-6, atol=1e-6)
-    assert 1e-6 < abs(found.loss - unquantised) < 0.05 * unquantised
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,6 @@ class HeadsConfig:
     token_map_size: int | None = setting(
         None, "size of a trimmed vocabulary: the tokens most frequent in the data; null for all", OURS, ge=1
     )
-    storage: Literal["float", "int8", "fp8"] = setting("float", "of own matrices in the checkpoint", OURS)
     parent_rank: int = setting(
         0, "rank of the term that adds the parent token to a head's prediction; 0 for none", OURS, ge=0
     )
@@ -310,6 +309,10 @@ class Config:
                 # The only tracker of versions up to 0.3.
                 output = {**output, "trackers": ["tensorboard"] if output["tensorboard"] else []}
                 values = {**values, "output": {name: output[name] for name in output.keys() - {"tensorboard"}}}
+            if isinstance(heads, Mapping) and "storage" in heads:  # of versions up to 0.3
+                if heads["storage"] != "float":
+                    raise ValueError("heads.storage: leave it out, and run `medusa export --storage` after training")
+                values = {**values, "heads": {name: heads[name] for name in heads.keys() - {"storage"}}}
             if isinstance(heads, Mapping) and heads.get("initial") is not None:  # trained heads need no first stage
                 preset = preset | {"optimisation": preset.get("optimisation", {}) | {"heads_first_epochs": 0.0}}
             given = {name: values.get(name, {}) for name in preset}
@@ -401,8 +404,6 @@ class Config:
                 yield "output.push_to_hub", f"null with method {method} (heads need the trained model, which is local)"
         if method == "self-distillation" and not lora.enabled:
             yield "lora.enabled", f"true with method {method} (its teacher is the model without the adapter)"
-        if heads.shared_projection and heads.storage != "float":
-            yield "heads.storage", "float with heads.shared_projection (there are no own matrices)"
         if self.generation.endpoint is not None and self.generation.heads is not None:
             yield "generation.heads", "null with generation.endpoint (the server drafts as it was started)"
         if rates.sharding == "full" and quantised:

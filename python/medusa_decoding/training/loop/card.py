@@ -135,7 +135,7 @@ def _shown_name(name: str) -> str:
 
 
 def _accuracy(facts: CardFacts) -> list[str]:
-    accuracy, storage = facts.accuracy, facts.config.heads.storage
+    accuracy = facts.accuracy
     if not int(accuracy.total.sum()):
         return ["## Accuracy", "Not measured: there was no held-out data."]
     rows = [
@@ -150,8 +150,7 @@ def _accuracy(facts: CardFacts) -> list[str]:
     return [
         "## Accuracy",
         "Percent of held-out tokens among each head's top n candidates. Head k drafts the token k places after the "
-        "model's own next one."
-        + ("" if storage == "float" else f" Measured with the projections as they are stored, in {storage}."),
+        "model's own next one.",
         _table(["", *(f"top-{n}" for n in range(1, accuracy.hits.shape[1] + 1)), "tokens"], rows),
         "Expected tokens per step of the best tree of a number of nodes (root included), by section 2.3.3 of the "
         "paper. This treats the heads as independent of each other, and the accuracies are those on the data's text, "

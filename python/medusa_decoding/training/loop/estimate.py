@@ -406,7 +406,7 @@ def describe_readers(config: Config, shapes: Shapes) -> list[str]:
     """Return which programs will read the trained heads, a line each."""
     heads = meta_heads(config, shapes.hidden, shapes.vocabulary)
     lines = ["who can read the heads (after `medusa export`, docs/export.md):", "  this package: yes, as they are"]
-    for reader in readers(heads, config.heads.storage):
+    for reader in readers(heads):
         answer = f"no: {reader.reason}" if reader.options is None else f"yes, medusa export {reader.options}"
         lines.append(f"  {reader.program}: {answer}")
     return lines

@@ -1,4 +1,4 @@
-"""The heads of a run: fresh ones, given ones to train further, and the rounding of 8-bit storage."""
+"""The heads of a run: fresh ones, or given ones to train further."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from medusa_decoding.checkpoints import read_heads
-from medusa_decoding.heads import MedusaHeads, Storage
+from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.training.config import Config, HeadsConfig
 from medusa_decoding.training.data.targets import most_frequent_tokens
 from medusa_decoding.training.loop.backbone import TrainingBackbone
@@ -117,20 +117,3 @@ def given_heads(config: Config, hidden_size: int, vocab_size: int) -> MedusaHead
         if wanted != got:
             raise ValueError(f"heads.{key}: expected {got} like the heads in {name}, got {wanted}")
     return heads
-
-
-def fake_quant(projections: torch.Tensor, storage: Storage, dtype: torch.dtype) -> None:
-    """Round projections, floats [K, V', H], in place to the values that they have once they are stored in 8 bits.
-
-    Before that they are converted to `dtype`. K may be 0.
-    """
-    for weight in projections.detach():
-        # One head at a time: there may be no memory for a second set of all heads at the end of a run.
-        rows, size = weight.shape
-        one = MedusaHeads(size, rows, 1, bias=False, dtype=dtype, device=weight.device)
-        with torch.no_grad():
-            one.get_parameter("w2").copy_(weight[None])
-            stored = one.quantized(storage)
-            del one
-            weight.copy_(stored.get_buffer("w2")[0])
-            weight.mul_(stored.get_buffer("w2_scale")[0, :, None])

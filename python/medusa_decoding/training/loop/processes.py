@@ -244,11 +244,6 @@ class Processes:
         return contextlib.nullcontext()
 
 
-def own(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this process's part of a tensor that may be divided, as a view."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return the whole of a tensor that may be divided over processes; all of them must call."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

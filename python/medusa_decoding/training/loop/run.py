@@ -145,8 +145,8 @@ def _train(
     values = {key: config_schema.value_text(value) for key, value in config_schema.flat(config).items()}
     with tracked(names, folder, values, trainer.at.done) as trackers:
         trainer.watchers += trackers
-        found = trainer.run()
-    base, measured = write_results(trainer, rows, found)
+        measured = trainer.run()
+    base = write_results(trainer, rows, measured)
     if trainer.stopped:
         announce(f"ended after step {trainer.at.done}: the last {config.optimisation.patience} evaluations were worse")
     if trainer.best is not None:
@@ -206,23 +206,18 @@ def _states(config: Config, backbone: TrainingBackbone, rows: Rows, processes: P
     return cache
 
 
-def write_results(trainer: Trainer, rows: Rows, measured: Measured | None) -> tuple[str, Measured | None]:
+def write_results(trainer: Trainer, rows: Rows, measured: Measured | None) -> str:
     """Write what was trained into the output folder; all processes must call it.
 
     Returns:
         The base model that the heads' checkpoint names: the model as configured, or the folder of the trained one or of
-        its adapter. And the held-out figures, measured again if heads are stored in 8 bits.
+        its adapter.
 
     Raises:
         OSError: it could not be written; names the checkpoint that `--resume` writes it from.
     """
     config, processes = trainer.config, trainer.processes
     weights = trainer.trained()
-    with _named_errors(trainer):
-        if measured is not None and trainer.held_out is not None and config.heads.storage != "float":
-            # The figures must be those of the written heads.
-            processes.each(lambda: trainer.store(config.heads.storage))
-            measured = trainer.measure(trainer.held_out)
 
     def write() -> str:
         base = _base_name(config)
@@ -233,7 +228,7 @@ def write_results(trainer: Trainer, rows: Rows, measured: Measured | None) -> tu
                 _write_heads(trainer, _part(weights, "heads."), base, rows, measured)
         return base
 
-    return processes.each(write), measured
+    return processes.each(write)
 
 
 @contextlib.contextmanager
@@ -288,8 +283,6 @@ def _write_heads(trainer: Trainer, weights: Weights, base: str, rows: Rows, meas
     sizes = trained.hidden_size, trained.vocab_size
     heads = new_heads(config.heads, *sizes, trained.token_map, dtype, all_parents=trained.all_parents)
     heads.load_state_dict({**heads.state_dict(), **weights})  # with a token_map, which is no weight
-    if config.heads.storage != "float":
-        heads = heads.quantized(config.heads.storage)
     # A trained backbone is a folder of this run and has no revision.
     revision = None if config.trains_backbone else config.model.revision
     write_heads(heads.eval(), folder, base_model=base, base_revision=revision)

@@ -21,19 +21,18 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from medusa_decoding.files import append_line
-from medusa_decoding.heads import MedusaHeads, Storage
+from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.provenance import fingerprint as weights_fingerprint
 from medusa_decoding.training.config import Config
 from medusa_decoding.training.data.packing import TEXTS, PackedDataset, Texts, collate
 from medusa_decoding.training.data.targets import IGNORE, send
 from medusa_decoding.training.loop.accuracy import HeadAccuracy, Measured
 from medusa_decoding.training.loop.ahead import Ahead
-from medusa_decoding.training.loop.backbone import DTYPES, TrainingBackbone
-from medusa_decoding.training.loop.heads import fake_quant
+from medusa_decoding.training.loop.backbone import TrainingBackbone
 from medusa_decoding.training.loop.log import LOG, Watcher, cut_log
 from medusa_decoding.training.loop.objective import HIDDEN, Objective, count_targets
-from medusa_decoding.training.loop.processes import Processes, own, whole
-from medusa_decoding.training.loop.saving import STATE, Checkpoints, damaged, read_state
+from medusa_decoding.training.loop.processes import Processes, whole
+from medusa_decoding.training.loop.saving import Checkpoints, read_state
 from medusa_decoding.training.loop.schedules import (
     Progress,
     Stage,
@@ -377,17 +376,6 @@ class Trainer:
         losses = tuple((sums["head_sums"] / counts.clamp(min=1)).tolist())
         return Measured(accuracy, float(sums["model_sum"]) / targets, float(sums["model_hits"]) / targets, losses)
 
-    def store(self, storage: Storage) -> None:
-        """Round own projections as their 8-bit storage does, to measure them. The trained values are lost.
-
-        Needs no other process: each holds all rows of its heads, because weights are divided between heads.
-        """
-        projections = self.heads.w2
-        assert isinstance(projections, nn.Parameter)
-        part = own(projections.detach())
-        assert part.shape[1:] == projections.shape[1:]
-        fake_quant(part, storage, DTYPES[self.config.model.dtype])
-
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     @functools.cached_property
@@ -453,8 +441,12 @@ class Trainer:
 
         def read() -> dict[str, Any]:
             nonlocal weights, best, saved
-            state = self._read_state(path)
-            weights, saved, best = self.checkpoints.load(path, state)
+            state = read_state(path)
+            if state["rows"] != len(self.rows):
+                raise ValueError(f"{path}: expected a run of {len(self.rows)} rows, got one of {state['rows']}")
+            if state["data"] != self._data:
+                raise ValueError(f"{path}: expected a run on these very rows, got one on others: the data has changed")
+            weights, saved, best = self.checkpoints.load(path)
             cut_log(self.folder, state["done"])
             return state | {"schedule": saved["schedule"]}
 
@@ -470,21 +462,6 @@ class Trainer:
                 self.processes.fill(weight, weights.get(name))
         self.processes.load_optimiser_state(self.optimiser, saved.get("optimiser"))
         self.schedule.load_state_dict(state["schedule"])
-
-    def _read_state(self, path: Path) -> dict[str, Any]:
-        state = read_state(path)
-        missing = {"rows", "data", "measured", *vars(self.at)} - state.keys()
-        if missing:
-            raise damaged(path, f"{STATE} does not say its {min(missing)}")
-        if state.get("sharded"):
-            raise ValueError(
-                f"{path}: expected whole weights, got divided ones; resume with the version that wrote them"
-            )
-        if state["rows"] != len(self.rows):
-            raise ValueError(f"{path}: expected a run of {len(self.rows)} rows, got one of {state['rows']}")
-        if state["data"] != self._data:
-            raise ValueError(f"{path}: expected a run on these very rows, got one on others: the data has changed")
-        return state
 
 
 def _accumulate(sums: dict[str, Tensor], found: Mapping[str, Tensor]) -> None:

@@ -63,8 +63,7 @@ def medusa_loss(
 
     Args:
         hidden: [T, H] states after the model's final norm; any floating type (cast to that of the heads).
-        heads: K heads; their parameters get a gradient if they require one. Projections stored in 8 bits cannot be
-            trained, only measured, under `torch.no_grad()`.
+        heads: K heads, their projections in floats; their parameters get a gradient if they require one.
         labels: int64 [T], the token id at each position or IGNORE.
         tokens: int64 [T], the text's token ids, labelled or not; needed exactly if the heads have a parent_rank or a
             root_rank. The parent of head k's target at position t is the token at t + k + 1, its root that at t + 1.
@@ -93,15 +92,10 @@ def medusa_loss(
 
     Raises:
         ValueError: shapes, dtypes or counts that do not fit, a label that is neither IGNORE nor in the vocabulary, a
-            missing or superfluous lm_head, tokens or embed_tokens, 8-bit projections to be trained.
+            missing or superfluous lm_head, tokens or embed_tokens.
     """
     if hidden.ndim != 2 or hidden.shape[1] != heads.hidden_size or not hidden.is_floating_point():
         raise ValueError(f"hidden: expected floats [T, {heads.hidden_size}], got {hidden.dtype} {list(hidden.shape)}")
-    if heads.storage != "float" and torch.is_grad_enabled():
-        raise ValueError(
-            "heads: expected projections in floats to be trained (others are measured, under torch.no_grad()), "
-            f"got {heads.storage}"
-        )
     if (lm_head is not None) != heads.shared_projection:
         wanted = "the model's lm_head (the heads share it)" if lm_head is None else "None (the heads own theirs)"
         raise ValueError(f"lm_head: expected {wanted}, got {type(lm_head).__name__}")
@@ -128,7 +122,7 @@ def medusa_loss(
     states = heads.residual(hidden.index_select(0, positions).to(heads.w1.dtype), root).transpose(0, 1)
     projection: Projection
     if heads.w2 is not None:
-        projection = Matrix(heads.w2, compute_type(states), scale=heads.w2_scale)
+        projection = Matrix(heads.w2, compute_type(states))
     else:
         assert lm_head is not None
         projection = lm_head_projection(lm_head, states, trains=through_backbone, heads=heads)

@@ -114,15 +114,12 @@ class Matrix:
         weight: [K, V', H], one matrix per head, or [V, H], one for all heads.
         dtype: of the products' operands.
         token_map: int64 [V'], with one matrix for all: its rows that are the vocabulary.
-        scale: fp32 [K, V'], the factor of each row of a weight in 8 bits, which gets no gradient.
     """
 
-    def __init__(
-        self, weight: Tensor, dtype: torch.dtype, token_map: Tensor | None = None, scale: Tensor | None = None
-    ) -> None:
+    def __init__(self, weight: Tensor, dtype: torch.dtype, token_map: Tensor | None = None) -> None:
         self.size = weight.shape[-2] if token_map is None else len(token_map)
         self.parameters: tuple[Tensor, ...] = (weight,)
-        self._weight, self._dtype, self._map, self._scale = weight.detach(), dtype, token_map, scale
+        self._weight, self._dtype, self._map = weight.detach(), dtype, token_map
         self._trains, self._per_head = weight.requires_grad, weight.ndim == 3
         self._operands: tuple[int, Tensor] | None = None
         self._gradient: Tensor | None = None
@@ -136,7 +133,6 @@ class Matrix:
             self._operands = None
             weight = self._weight[head] if self._per_head else self._weight
             rows = weight if self._map is None else weight.index_select(0, self._map)
-            rows = rows if self._scale is None else rows.float() * self._scale[head, :, None]
             self._operands = key, _operand(rows, self._dtype)
         return self._operands[1]
 
