@@ -25,7 +25,7 @@ from torch import nn
 
 from medusa_decoding import MedusaHeads
 from medusa_decoding.training.data.targets import IGNORE, head_targets, number_segments, shifted_labels
-from medusa_decoding.training.loss.language import combined_loss, distillation_loss, language_loss
+from medusa_decoding.training.loss.language import distillation_loss, language_loss
 from medusa_decoding.training.loss.medusa import head_weights, medusa_loss
 
 
@@ -178,13 +178,6 @@ class _Fixed(nn.Module):
         return self.rows[: len(states)]
 
 
-def test_combined_loss():
-    found = combined_loss(torch.tensor(2.0), torch.tensor(5.0), 0.2)
-    assert found == 3.0
-    with pytest.raises(ValueError, match="lambda_0: expected a finite number from 0"):
-        combined_loss(torch.tensor(2.0), torch.tensor(5.0), math.nan)
-
-
 def test_parts_with_a_common_normaliser_add_up_to_the_whole_batch():
     heads = random_heads(token_map=MAP)
     texts = [random_text(length, seed=length) for length in (8, 17, 5)]
@@ -258,29 +251,3 @@ def test_targets_do_not_cross_segments():
     found = shifted_labels(labels, [1, 2, 20], segments=numbers)
     x = IGNORE
     assert found.tolist() == [[1, 2, x, 4, x, 6, x, 8, 9, x], [2, x, x, x, x, x, x, 9, x, x], [x] * 10]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"hidden": torch.zeros(5, 7)}, r"hidden: expected floats \[T, 6\]"),
-        ({"labels": torch.full((23,), VOCAB)}, r"labels: expected -100 or an id in \[0, 13\), got 13"),
-        ({"segments": torch.zeros(4).long()}, r"segments: expected int64 \[23\]"),
-        ({"lm_head": torch.zeros(VOCAB, HIDDEN)}, r"lm_head: expected None \(the heads own theirs\)"),
-        ({"weights": torch.ones(2)}, r"weights: expected shape \[3\]"),
-        ({"teacher_lm_head": torch.zeros(12, HIDDEN)}, r"^teacher_lm_head: expected weight \[13, 6\], got \[12, 6\]"),
-    ],
-)
-def test_bad_input_is_named(change, message):
-    hidden, labels = random_text()
-    arguments = {"hidden": hidden, "heads": random_heads(), "labels": labels} | change
-    with pytest.raises(ValueError, match=message):
-        medusa_loss(**arguments)
-
-
-def test_bad_lm_heads_are_named():
-    hidden, labels = random_text()
-    with pytest.raises(ValueError, match=r"lm_head: expected the model's lm_head \(the heads share it\), got NoneType"):
-        medusa_loss(hidden, random_heads(shared_projection=True), labels)
-    with pytest.raises(ValueError, match=r"lm_head: expected weight \[13, 6\], got \[12, 6\]"):
-        medusa_loss(hidden, random_heads(shared_projection=True), labels, lm_head=torch.zeros(12, 6))

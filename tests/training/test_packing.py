@@ -265,10 +265,3 @@ def test_examples_without_targets_are_skipped_and_reported():
     report = Report()
     assert list(fit([only_first, late], 6, report)) == []
     assert dict(report.notes) == {"nothing to learn": 2, "longer than 6 tokens: truncate": 1}
-
-
-def test_bad_input_is_named():
-    with pytest.raises(ValueError, match="overlong: expected one of truncate, drop, split, got 'cut'"):
-        list(fit([], 10, Report(), "cut"))
-    with pytest.raises(ValueError, match="examples: expected at most 10 tokens each, got 11"):
-        PackedDataset(examples([11]), 10, PAD)

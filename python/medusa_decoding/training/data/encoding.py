@@ -97,8 +97,6 @@ class ChatEncoder:
         arguments: Mapping[str, Any] | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        if turns not in ("joint", "each"):
-            raise ValueError(f"turns: expected 'joint' or 'each', got {turns!r}")
         self.tokenizer, self.turns = tokenizer, turns
         self._vocab_size = max(tokenizer.get_vocab().values(), default=-1) + 1 if vocab_size is None else vocab_size
         name = None if template == "auto" else template

@@ -23,7 +23,6 @@ from medusa_decoding.training.data.targets import IGNORE, number_segments
 
 TEXTS = "texts"
 """Name in a batch of its `Texts`."""
-OVERLONG = ("truncate", "drop", "split")
 
 
 def fit(examples: Iterable[Example], length: int, report: Report, overlong: str = "truncate") -> Iterator[Example]:
@@ -31,14 +30,7 @@ def fit(examples: Iterable[Example], length: int, report: Report, overlong: str 
 
     Of longer conversations `overlong` "truncate" keeps the first `length` tokens, "drop" leaves them out, and "split"
     cuts them into pieces that do not see each other. Texts are always split. The report notes what was cut or dropped.
-
-    Raises:
-        ValueError: another `overlong`, or a length below 2.
     """
-    if overlong not in OVERLONG:
-        raise ValueError(f"overlong: expected one of {', '.join(OVERLONG)}, got {overlong!r}")
-    if length < 2:
-        raise ValueError(f"length: expected at least 2, got {length}")
     for example in examples:
         pieces = [example]
         if len(example.ids) > length:
@@ -63,17 +55,10 @@ class PackedDataset(Dataset[dict[str, Tensor]]):
 
     Attributes:
         rows: the examples of each row, by number.
-
-    Raises:
-        ValueError: no example, or one longer than a row.
     """
 
     def __init__(self, examples: Sequence[Example], length: int, pad_token_id: int, *, pack: bool = True) -> None:
-        if not examples:
-            raise ValueError("examples: give at least one")
         lengths = [len(example.ids) for example in examples]
-        if max(lengths) > length:
-            raise ValueError(f"examples: expected at most {length} tokens each, got {max(lengths)}")
         self.rows = _fill_rows(lengths, length) if pack else [[number] for number in range(len(examples))]
         self._examples, self._length, self._pad = examples, length, pad_token_id
 

@@ -221,8 +221,6 @@ def held_out(prompt: str, share: float, seed: int = 0) -> bool:
 
 def split_records(records: Iterable[Record], share: float, seed: int = 0) -> tuple[list[Record], list[Record]]:
     """Split records into those to train on and those held out, by `held_out` of their prompts."""
-    if not 0 <= share < 1:
-        raise ValueError(f"share: expected a number from 0 to below 1, got {share}")
     sides: tuple[list[Record], list[Record]] = ([], [])
     for record in records:
         sides[held_out(record.prompt, share, seed)].append(record)

@@ -16,7 +16,7 @@ from medusa_decoding.training.config import Config
 from medusa_decoding.training.data.packing import TEXTS, Texts
 from medusa_decoding.training.data.targets import IGNORE, draft_labels, number_segments, shifted_labels
 from medusa_decoding.training.loop.backbone import TrainingBackbone
-from medusa_decoding.training.loss.language import combined_loss, distillation_loss, language_loss
+from medusa_decoding.training.loss.language import distillation_loss, language_loss
 from medusa_decoding.training.loss.medusa import head_weights, medusa_loss
 
 HIDDEN = "hidden"
@@ -115,7 +115,7 @@ class Objective(nn.Module):
             if model.hits.numel():
                 found["model_hits"] = model.hits
             if joint:
-                loss = combined_loss(model.loss, loss, lambda_0)
+                loss = model.loss + lambda_0 * loss  # equation 2
         return found | {
             "loss": loss,
             "head_sums": of_heads.sums,

@@ -60,32 +60,21 @@ def chunked_loss(
     weights: Tensor | None = None,
     normaliser: Tensor | None = None,
     chunk: int | None = None,
-    repeatable: bool = False,
 ) -> Loss:
     """Return the sum over heads of weights[k] / normaliser[k] times the summed loss of head k.
 
     `projection` makes logits of states [K, T, H], `criterion` losses of logits. By default the weights [K] are ones and
-    the normaliser [K] is `counts`. For `counts` and `outside` (zeros by default) see `Loss`, for `chunk` and
-    `repeatable` `medusa_loss`.
-
-    Raises:
-        ValueError: a wrong shape, or a chunk below 1.
+    the normaliser [K] is `counts`. For `counts` and `outside` (zeros by default) see `Loss`, for `chunk` `medusa_loss`.
+    Only one backward pass is possible.
     """
     weights = torch.ones(len(counts)) if weights is None else weights
     normaliser = counts if normaliser is None else normaliser
-    for name, tensor in (("weights", weights), ("normaliser", normaliser)):
-        if tensor.shape != counts.shape:
-            raise ValueError(f"{name}: expected shape {list(counts.shape)}, got {list(tensor.shape)}")
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk: expected at least 1, got {chunk}")
     scales = send(weights.to(criterion.sums.dtype), criterion.sums.device) / normaliser.to(criterion.sums).clamp(min=1)
     wants_gradient = torch.is_grad_enabled() and any(
         tensor.requires_grad for tensor in (states, *projection.parameters)
     )
     chunk = max(1, CHUNK_ELEMENTS // projection.size) if chunk is None else chunk
-    total = _Chunked.apply(
-        projection, criterion, scales, chunk, repeatable, wants_gradient, states, *projection.parameters
-    )
+    total = _Chunked.apply(projection, criterion, scales, chunk, wants_gradient, states, *projection.parameters)
     outside = torch.zeros_like(counts) if outside is None else outside
     return Loss(total, criterion.sums, counts, outside, criterion.hits)
 
@@ -98,7 +87,6 @@ class _Chunked(torch.autograd.Function):
         criterion: Criterion,
         scales: Tensor,
         chunk: int,
-        repeatable: bool,
         wants_gradient: bool,
         states: Tensor,
         *parameters: Tensor,
@@ -120,24 +108,14 @@ class _Chunked(torch.autograd.Function):
         if gradient is not None:
             ctx.dtypes = (states.dtype, *(p.dtype for p in parameters))
             ctx.gradients = [gradient, *projection.gradients()]
-            ctx.repeatable = repeatable
         return total
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        found = ctx.gradients
-        if found is None:
-            raise RuntimeError(
-                "backward: expected one pass over this loss, got a second (the first handed its gradients on); "
-                "repeatable=True keeps them"
-            )
-        if ctx.repeatable:
-            found = [None if tensor is None else tensor.clone() for tensor in found]
-        else:
-            ctx.gradients = None
+        found, ctx.gradients = ctx.gradients, ()  # handed on, not copied: a second pass finds none
         scaled = [None if g is None else g.mul_(upstream).to(kind) for g, kind in zip(found, ctx.dtypes, strict=True)]
-        return *[None] * 6, *scaled
+        return *[None] * 5, *scaled
 
 
 class CrossEntropy:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
 
-from medusa_decoding.training.data.targets import IGNORE, check_range, check_vector, send, shifted_labels
-from medusa_decoding.training.loss.chunked import CrossEntropy, Loss, chunked_loss
+from medusa_decoding.training.data.targets import IGNORE, send, shifted_labels
+from medusa_decoding.training.loss.chunked import Criterion, CrossEntropy, Loss, chunked_loss
 from medusa_decoding.training.loss.projections import Projection, lm_head_projection, sum_type
 
 
@@ -35,30 +33,11 @@ def language_loss(
 
     Returns:
         A `Loss` with one entry.
-
-    Raises:
-        ValueError: shapes or dtypes that do not fit, or a label that is neither IGNORE nor in the vocabulary.
     """
     projection = lm_head_projection(lm_head, hidden, trains=True)
-    positions, targets = (
-        send(tensor, hidden.device) for tensor in next_tokens(labels, len(hidden), projection.size, segments)
-    )
+    positions, targets = _next_tokens(hidden, labels, segments)
     criterion = CrossEntropy(targets, top, sum_type(hidden.dtype))
-    states, counts = hidden.index_select(0, positions)[None], (targets != IGNORE).sum(1)
-    return chunked_loss(projection, criterion, states, counts, normaliser=normaliser, chunk=chunk)
-
-
-def next_tokens(labels: Tensor, length: int, size: int, segments: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Return the positions that have a next token to learn, int64 [R], and these tokens, int64 [1, R].
-
-    Raises:
-        ValueError: labels that are not int64 [length], or neither IGNORE nor in the vocabulary of this size.
-    """
-    check_vector("labels", labels, length)
-    check_range("labels", labels, size)
-    targets = shifted_labels(labels, [1], segments=segments)
-    positions = (targets[0] != IGNORE).nonzero().squeeze(1)
-    return positions, targets.index_select(1, positions)
+    return _one_head(projection, criterion, hidden, positions, normaliser, chunk)
 
 
 def distillation_loss(
@@ -82,22 +61,32 @@ def distillation_loss(
 
     Returns:
         A `Loss` with one entry, in nats, without hits.
-
-    Raises:
-        ValueError: as in `language_loss`.
     """
-    if teacher_hidden.shape != hidden.shape:
-        raise ValueError(f"teacher_hidden: expected shape {list(hidden.shape)}, got {list(teacher_hidden.shape)}")
     student = lm_head_projection(lm_head, hidden, trains=True)
-    teacher = lm_head_projection(teacher_lm_head, teacher_hidden, trains=False, name="teacher_lm_head")
-    if student.size != teacher.size:
-        raise ValueError(f"teacher_lm_head: expected a vocabulary of {student.size}, got {teacher.size}")
-    positions, targets = (
-        send(tensor, hidden.device) for tensor in next_tokens(labels, len(hidden), student.size, segments)
-    )
+    teacher = lm_head_projection(teacher_lm_head, teacher_hidden, trains=False)
+    positions, _ = _next_tokens(hidden, labels, segments)
     criterion = Divergence(teacher, teacher_hidden, positions[None], sum_type(hidden.dtype))
-    states, counts = hidden.index_select(0, positions)[None], (targets != IGNORE).sum(1)
-    return chunked_loss(student, criterion, states, counts, normaliser=normaliser, chunk=chunk)
+    return _one_head(student, criterion, hidden, positions, normaliser, chunk)
+
+
+def _next_tokens(hidden: Tensor, labels: Tensor, segments: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the positions that have a next token to learn, int64 [R], and these tokens, int64 [1, R]."""
+    targets = shifted_labels(labels, [1], segments=segments)
+    positions = (targets[0] != IGNORE).nonzero().squeeze(1)
+    return send(positions, hidden.device), send(targets.index_select(1, positions), hidden.device)
+
+
+def _one_head(
+    projection: Projection,
+    criterion: Criterion,
+    hidden: Tensor,
+    positions: Tensor,
+    normaliser: Tensor | None,
+    chunk: int | None,
+) -> Loss:
+    counts = positions.new_tensor([len(positions)])
+    states = hidden.index_select(0, positions)[None]
+    return chunked_loss(projection, criterion, states, counts, normaliser=normaliser, chunk=chunk)
 
 
 class Divergence:
@@ -144,21 +133,6 @@ class Divergence:
 
 
 def without_adapter(lm_head: nn.Module) -> nn.Module:
-    """Return the layer under an adapter of peft, or the module itself if there is none.
-
-    Raises:
-        ValueError: the adapter is merged into the layer, so that the original model is gone.
-    """
+    """Return the layer under an adapter of peft, or the module itself if there is none."""
     base = getattr(lm_head, "get_base_layer", None)
-    if base is None:
-        return lm_head
-    if getattr(lm_head, "merged", False):
-        raise ValueError("lm_head: expected an adapter that is not merged into its layer, got a merged one")
-    return base()
-
-
-def combined_loss(lm_loss: Tensor, medusa: Tensor, lambda_0: float) -> Tensor:
-    """Return Medusa-2's loss, L_LM (or its distilled form) + lambda_0 * L_Medusa-1 (equation 2)."""
-    if not 0 <= lambda_0 < math.inf:
-        raise ValueError(f"lambda_0: expected a finite number from 0, got {lambda_0}")
-    return lm_loss + lambda_0 * medusa
+    return lm_head if base is None else base()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa_decoding.heads import MedusaHeads
-from medusa_decoding.training.data.targets import IGNORE, check_range, check_vector, head_targets, send
+from medusa_decoding.training.data.targets import IGNORE, head_targets, send
 from medusa_decoding.training.loss.chunked import TOP, Criterion, CrossEntropy, Loss, chunked_loss
 from medusa_decoding.training.loss.language import Divergence
 from medusa_decoding.training.loss.projections import (
@@ -32,8 +32,6 @@ from medusa_decoding.training.loss.projections import (
 
 def head_weights(num_heads: int, decay: float = 0.8) -> Tensor:
     """Return lambda_k of each head: decay, decay^2, ..., decay^K; fp64 [K]."""
-    if not 0 < decay <= 1:
-        raise ValueError(f"decay: expected a number above 0 and at most 1, got {decay}")
     return decay ** torch.arange(1, num_heads + 1, dtype=torch.float64)
 
 
@@ -53,7 +51,6 @@ def medusa_loss(
     through_backbone: bool = False,
     chunk: int | None = None,
     top: int = TOP,
-    repeatable: bool = False,
 ) -> Loss:
     """Medusa-1's loss: the sum over heads of lambda_k times the mean cross-entropy of head k (equation 1).
 
@@ -85,29 +82,10 @@ def medusa_loss(
             (Medusa-1).
         chunk: positions whose logits are in memory at a time; as many as make 128 MiB without it.
         top: accuracies are counted for the top 1 to `top` candidates; 0 for none.
-        repeatable: allow more than one backward pass; costs a copy of every gradient.
 
     Returns:
         A `Loss` with K entries.
-
-    Raises:
-        ValueError: shapes, dtypes or counts that do not fit, a label that is neither IGNORE nor in the vocabulary, a
-            missing or superfluous lm_head, tokens or embed_tokens.
     """
-    if hidden.ndim != 2 or hidden.shape[1] != heads.hidden_size or not hidden.is_floating_point():
-        raise ValueError(f"hidden: expected floats [T, {heads.hidden_size}], got {hidden.dtype} {list(hidden.shape)}")
-    if (lm_head is not None) != heads.shared_projection:
-        wanted = "the model's lm_head (the heads share it)" if lm_head is None else "None (the heads own theirs)"
-        raise ValueError(f"lm_head: expected {wanted}, got {type(lm_head).__name__}")
-    if (tokens is not None) != (heads.parent_rank + heads.root_rank > 0):
-        has = "the text's ids (the heads have a" if tokens is None else "None (the heads have no"
-        got = "None" if tokens is None else "a tensor"
-        raise ValueError(f"tokens: expected {has} parent_rank or root_rank), got {got}")
-    if (embed_tokens is not None) != (heads.root_rank > 0):
-        wanted = "the model's (the heads have a root_rank)" if heads.root_rank else "None (they have no root_rank)"
-        raise ValueError(f"embed_tokens: expected {wanted}, got {type(embed_tokens).__name__}")
-    check_vector("labels", labels, len(hidden))
-    check_range("labels", labels, heads.vocab_size)
     targets = head_targets(labels, heads, segments, tokens, token_map)
 
     positions = (targets.index != IGNORE).any(0).nonzero().squeeze(1)
@@ -116,7 +94,9 @@ def medusa_loss(
     positions = send(positions, hidden.device)
     hidden = hidden if through_backbone else hidden.detach()
     root = None
-    if embed_tokens is not None and parents is not None:
+    if heads.root_rank:
+        assert embed_tokens is not None
+        assert parents is not None
         with torch.no_grad():
             root = embed_tokens(parents[0])  # the parent of head 0's target
     states = heads.residual(hidden.index_select(0, positions).to(heads.w1.dtype), root).transpose(0, 1)
@@ -126,12 +106,13 @@ def medusa_loss(
     else:
         assert lm_head is not None
         projection = lm_head_projection(lm_head, states, trains=through_backbone, heads=heads)
-    if heads.parent_rank and parents is not None:
+    if heads.parent_rank:
+        assert parents is not None
         projection = Parents(projection, heads, parents)
     hard = CrossEntropy(index, min(top, heads.num_candidates), sum_type(states.dtype))
     criterion: Criterion = hard
     if teacher_lm_head is not None:
-        teacher = lm_head_projection(teacher_lm_head, states, trains=False, heads=heads, name="teacher_lm_head")
+        teacher = lm_head_projection(teacher_lm_head, states, trains=False, heads=heads)
         later = positions + torch.arange(1, heads.num_heads + 1, device=positions.device)[:, None]
         criterion = Divergence(
             teacher,
@@ -149,5 +130,4 @@ def medusa_loss(
         weights=head_weights(heads.num_heads) if weights is None else weights,
         normaliser=normaliser,
         chunk=chunk,
-        repeatable=repeatable,
     )
