@@ -76,7 +76,7 @@ def test_given_answers_are_trained_on_a_cpu(tmp_path, monkeypatch):
     assert [line.split(":")[0] for line in found.facts] == ["model", "data", "device"]
     assert "400 sharegpt" in found.facts[1]
     assert found.facts[2].startswith("device: this machine, ")
-    assert found.title.endswith(" fitted to this machine.")
+    assert found.to_yaml([]).startswith("# Medusa heads, fitted to this machine.")
     (tmp_path / "runs" / "tiny-model").mkdir(parents=True)
     assert make(base, data)[1]["output.folder"] == "runs/tiny-model-2"
 
