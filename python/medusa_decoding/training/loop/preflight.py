@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from medusa_decoding.checkpoints import hub, pretrained
+from medusa_decoding.checks import import_library
 from medusa_decoding.files import only_writer
 from medusa_decoding.training import config_schema
 from medusa_decoding.training.config import Config
@@ -62,7 +63,7 @@ def check(config: Config, processes: Processes, resume: bool = False) -> Path | 
     """
     processes.same({key: value for key, value in config_schema.flat(config).items() if key not in _PLACES})
     start = processes.by_main(lambda: _start(config, resume))
-    card.check_plotting()
+    import_library("matplotlib", card.PLOT)
     model = pretrained.load_config(config.model.name, config.model.revision, argument=NAME)
     check_adaptable(config, model)
     vocabulary, trimmed = int(model.vocab_size), config.heads.token_map_size

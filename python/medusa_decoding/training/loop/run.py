@@ -27,7 +27,7 @@ from medusa_decoding.training.config import Config
 from medusa_decoding.training.data.answer_states import AnswerStates
 from medusa_decoding.training.distill.record_file import STATES, asked_of, saved_states
 from medusa_decoding.training.loop import card
-from medusa_decoding.training.loop.accuracy import HeadAccuracy, Measured
+from medusa_decoding.training.loop.accuracy import Measured
 from medusa_decoding.training.loop.backbone import DTYPES, TrainingBackbone, load_tokenizer
 from medusa_decoding.training.loop.heads import describe_map, make_heads, new_heads
 from medusa_decoding.training.loop.log import LOG, Watcher, read_log, tracked
@@ -298,18 +298,15 @@ def _facts(trainer: Trainer, base: str, rows: Rows, measured: Measured | None) -
     written_by_model = {source.path: asked_of(Path(source.path).expanduser()) for source in config.data.train}
     return card.CardFacts(
         config=config,
-        report=rows.report,
-        train_records=rows.records[0],
-        held_out_records=rows.records[1],
-        accuracy=HeadAccuracy.empty(trainer.heads.num_heads) if measured is None else measured.accuracy,
+        reports=(rows.report, rows.held_out_report),
+        records=rows.records,
+        tokens=len(rows.train) * config.data.length,
+        accuracy=None if measured is None else measured.accuracy,
         losses=[(line["step"], line["loss"]) for line in read_log(trainer.folder) if "loss" in line],
         steps=trainer.at.done,
         seconds=trainer.at.seconds,
         best_step=None if trainer.best is None else trainer.best.step,
-        held_out_report=rows.held_out_report,
-        tokens=len(rows.train) * config.data.length,
-        versions=versions("torch", "transformers"),
-        machine=machine if processes.size == 1 else f"{processes.size} x {machine}",
+        made_with=versions("torch", "transformers") | {"on": f"{processes.size} x {machine}"},
         generated={path: settings for path, settings in written_by_model.items() if settings is not None},
         trained_model=base if config.trains_backbone else None,
     )
