@@ -82,7 +82,7 @@ def test_token_ids_are_compared_with_the_tokenizer_and_the_text(check, base, rec
     assert found["notes"] == {"longer than 20 tokens: truncate": 1}
     beyond = record("a?", "b") | {"learnt": [[3, 400]]}
     code, found = check(record("a?", "b"), beyond, options=options)
-    assert (code, found["examples"][0][1]) == (1, "learnt reaches beyond input_ids")
+    assert (code, found["examples"][0][1]) == (1, "learnt is not a list of spans [start, end] of input_ids in order")
     code, found = check(record("a?", "b") | {"tokenizer": "ab"}, options=options)
     assert code == 1
     assert "was written with, fingerprint ab, got" in found["refused"]

@@ -169,7 +169,7 @@ def _prompt(raw: Any, where: str, file: str, turns: int, notes: Counter[str]) ->
     notes["a further system message is not read"] += bool(further)
     notes["what follows the first result of a tool is not read"] += len(messages) < len(content.messages)
     if content.text is not None:
-        asked = [content.text if content.prompt is None else content.prompt]
+        asked = [content.prompt]
     for turn in asked:
         if len(turn) > MAX_TEXT:
             raise ValueError(f"prompts: expected at most {MAX_TEXT:,} characters in {where}, got {len(turn):,}")

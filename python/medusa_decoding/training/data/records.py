@@ -16,7 +16,7 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ import numpy as np
 from medusa_decoding.chat.template import Message
 from medusa_decoding.training.config import SourceConfig
 from medusa_decoding.training.data.sources import BadRecordError, raw_records
-from medusa_decoding.training.data.turns import WEIGHTS, parse_turns, text_of, tool_definitions, unread_keys
+from medusa_decoding.training.data.turns import WEIGHTS, parse_turns, text_of, tool_definitions
 
 KINDS = {
     "turns": "turns", "conversations": "sharegpt", "conversation": "sharegpt", "messages": "messages",
@@ -36,13 +36,12 @@ ANSWERS = ("response", "completion", "output", "answer", "chosen")
 SYSTEMS = ("system", "system_prompt", "system_message")
 TOOLS = ("tools", "functions")
 _NO_PROMPT = re.compile(
-    r"(.*_)?(ids?|idx|index|uuid|hash|ip|sources?|dataset|split|subset|categor(y|ies)|model|generator|scores?|ratings?"
-    r"|tokens|count|lang(uage)?|country|state|license|urls?|path|file|headers?|date|time(stamp)?|created|updated|type"
-    r"|tags?|labels?|version|metadata|meta|finish|tool_choice|reference|references|reference_answer|solution|test"
-    r"|test_list|entry_point|ground_truth)|task_name|response|completion|output|answers?|chosen|rejected.*",
+    r"(.*_)?(ids?|idx|hash|ip|sources?|dataset|split|subset|categor(y|ies)|model|generator|lang(uage)?|country|state|license"
+    r"|urls?|path|file|date|time(stamp)?|created|updated|type|tags?|labels?|version|finish|tool_choice|text|reference"
+    r"|reference_answer|solution|test|entry_point|ground_truth)|task_name|response|completion|output|answers?|rejected.*",
     re.IGNORECASE,
 )
-"""Keys that never belong to a prompt."""
+"""Keys whose text never belongs to a prompt."""
 _WRITTEN = (
     "`medusa distill --config FILE` has the model write the answers and then trains on them, and `medusa train --init "
     "MODEL DATA` writes a config for that"
@@ -59,40 +58,11 @@ class Tokens:
         ids: int32 [T] token ids.
         learnt: ordered spans (start, end) of the tokens that the losses train on.
         tokenizer: fingerprint of the tokenizer (see `encoding.fingerprint`).
-        prompt: the beginning of a text that a model continued, or None.
     """
 
     ids: np.ndarray
     learnt: tuple[tuple[int, int], ...]
     tokenizer: str
-    prompt: str | None = None
-
-
-@dataclass(frozen=True)
-class Content:
-    """What a record says, in whatever form.
-
-    Attributes:
-        kind: one of the values of `KINDS`.
-        messages: all turns, as `parse_turns` returns them; empty for a text.
-        text: a plain text, or None.
-        prompt: the beginning of the text that a model is to continue, or None.
-        tools: definitions of the tools that the model may call, for the chat template.
-        unread: keys that were not read: with text that may belong to the prompt, or a weight of 0.
-    """
-
-    kind: str
-    messages: tuple[Message, ...] = ()
-    text: str | None = None
-    prompt: str | None = None
-    tools: tuple[Mapping[str, Any], ...] = ()
-    unread: tuple[str, ...] = ()
-
-    def note_unread(self, notes: Counter[str]) -> None:
-        """Count the keys that were not read; of many different ones, those after the first `EXAMPLES` together."""
-        for key in self.unread:
-            note = f"{key[:60]!r} is not read"
-            notes[note if note in notes or len(notes) < EXAMPLES else "a further key is not read"] += 1
 
 
 @dataclass(frozen=True)
@@ -100,13 +70,15 @@ class Record:
     """A conversation or a text.
 
     Attributes:
-        messages: turns as `parse_turns` returns them. The last one is an assistant's; seeds may end with a user's.
-            Empty for a text.
+        messages: turns as `parse_turns` returns them. In training the last one is an assistant's; seeds may end with a
+            user's. Empty for a text.
         text: a plain text, or None.
         where: its file and line, or another way to find it.
         tokens: exact tokens to learn from, or None. With them, messages and text are only for people.
         tools: definitions of the tools that the model may call, for the chat template.
         kind: one of the values of `KINDS`, or "token ids" for exact tokens.
+        beginning: of the text, which a model is to continue, or None.
+        unread: keys that were not read: with text that may belong to the prompt, or a weight of 0.
     """
 
     messages: tuple[Mapping[str, Any], ...]
@@ -115,16 +87,20 @@ class Record:
     tokens: Tokens | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
     kind: str = "messages"
+    beginning: str | None = None
+    unread: tuple[str, ...] = ()
 
     @property
     def prompt(self) -> str:
         """The first user turn; for a text, the beginning that was continued, or all of it."""
-        if self.tokens is not None and self.tokens.prompt is not None:
-            return self.tokens.prompt
-        if self.text is not None:
-            return self.text
+        if self.beginning is not None or self.text is not None:
+            return self.beginning or self.text or ""
         found: str = next(turn["content"] for turn in self.messages if turn["role"] == "user")
         return found
+
+    def note_unread(self, notes: Counter[str]) -> None:
+        """Count the keys that were not read."""
+        notes.update(f"{key!r} is not read" for key in self.unread)
 
 
 @dataclass
@@ -170,7 +146,7 @@ class Report:
         lines = [f"{bad} of {self.read} records bad" + (f" ({bad / self.read:.2%})" if self.read else "")]
         lines += [f"  {count} x {reason}" for reason, count in self.bad.most_common(EXAMPLES)]
         lines += [f"  {where}: {reason}" for where, reason in self.examples]
-        lines += [f"  noted: {count} x {note}" for note, count in self.notes.most_common()]
+        lines += [f"  noted: {count} x {note}" for note, count in self.notes.most_common(EXAMPLES)]
         return "\n".join(lines)
 
 
@@ -243,14 +219,14 @@ def parse_record(
     """
     if form == "auto" and isinstance(raw, Mapping) and raw.get("input_ids") is not None:
         return _exact(raw, where)
-    content, counted = interpret(raw, form), Counter() if notes is None else notes
-    messages = () if content.text is not None else tuple(_trimmed(list(content.messages), system, counted, seeds))
-    content.note_unread(counted)
-    return Record(messages, content.text, where, tools=content.tools, kind=content.kind)
+    found, counted = interpret(raw, where, form), Counter() if notes is None else notes
+    messages = () if found.text is not None else tuple(_trimmed(list(found.messages), system, counted, seeds))
+    found.note_unread(counted)
+    return replace(found, messages=messages)
 
 
-def interpret(raw: Any, form: str = "auto") -> Content:
-    """Return what a parsed record says. `form` is a kind to take it for, or "auto": its keys tell.
+def interpret(raw: Any, where: str = "", form: str = "auto") -> Record:
+    """Return what a parsed record says, all of its turns. `form` is a kind to take it for, or "auto": its keys tell.
 
     Raises:
         BadRecordError: no record of a known kind, or a part of it that is not text.
@@ -265,19 +241,24 @@ def interpret(raw: Any, form: str = "auto") -> Content:
         raise BadRecordError(f"none of the keys {', '.join(keys)}, but {_listed(raw)}")
     kind = KINDS[key]
     if key == "text" or (form == "auto" and key == "prompt" and _is_whole(raw)):
-        prompt = None if raw.get("prompt") is None else text_of(raw["prompt"], "prompt")
-        text = text_of(raw["text"], "text")
-        return Content("text", text=text, prompt=prompt, unread=_unread(raw, {"text", "prompt"}, [text]))
+        text, unread = text_of(raw["text"], "text"), _unread(raw, {"text", "prompt"})
+        return Record((), text, where, kind="text", beginning=_beginning(raw), unread=unread)
     read = {key}
     messages = _asked_once(raw, key, read) if kind == "prompt" else _turns(raw, key)
-    if (key := next((name for name in SYSTEMS if _is_text(raw.get(name))), "")) and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": text_of(raw[key], key)})
+    if key := next((name for name in SYSTEMS if _is_text(raw.get(name))), ""):
+        if messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": text_of(raw[key], key)})
+        if messages[0]["content"] == raw[key]:
+            read.add(key)
     name = next((name for name in TOOLS if raw.get(name)), "")
     tools = tool_definitions(raw.get(name))
     if tools is not None:
         read.add(name)
-    said = [message["content"] for message in messages if message["content"]]
-    return Content(kind, tuple(messages), tools=tools or (), unread=_unread(raw, read, said))
+    return Record(tuple(messages), None, where, tools=tools or (), kind=kind, unread=_unread(raw, read))
+
+
+def _beginning(raw: Mapping[str, Any]) -> str | None:
+    return None if raw.get("prompt") is None else text_of(raw["prompt"], "prompt")
 
 
 def _listed(raw: Mapping[Any, Any]) -> str:
@@ -342,60 +323,37 @@ def _is_conversation(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)
 
 
-def _unread(raw: Mapping[Any, Any], read: set[str], said: Sequence[str]) -> tuple[str, ...]:
-    """Return the keys of a record, and of its turns, with text that is not read and may belong to the prompt.
-
-    Text that the messages contain is read, and so is text that contains all of them, such as Alpaca's whole prompts.
-    A weight of 0 for the whole record is not read either.
-    """
+def _unread(raw: Mapping[Any, Any], read: set[str]) -> tuple[str, ...]:
+    """Return the keys of a record with text that is not read and may belong to the prompt; a weight of 0 neither is."""
     if raw.get("input_ids") is not None:
         return ()
-    rest = [(str(key), str(key), value) for key, value in raw.items() if key not in read]
-    for name in sorted(read.difference(TOOLS)):
-        rest += [(f"{key} of a turn", key, value) for key, value in unread_keys(raw.get(name))]
-    whole = "\n".join(said)
-
-    def is_new(text: str) -> bool:
-        return text.strip() not in whole and not (len(said) > 1 and all(part in text for part in said))
-
-    found = [shown for shown, key, value in rest if not _NO_PROMPT.fullmatch(key) and any(map(is_new, _texts(value)))]
-    found += [key for key in WEIGHTS if raw.get(key) == 0]  # of turns they are read
-    return tuple(dict.fromkeys(found))
-
-
-def _texts(value: Any) -> Iterator[str]:
-    pending = [value]
-    while pending:
-        one = pending.pop()
-        if isinstance(one, (list, Mapping)):
-            pending += [one[key] for key in one if key not in ("role", "from")] if isinstance(one, Mapping) else one
-        elif _is_text(one):
-            yield one
+    found = [str(key) for key, value in raw.items() if key not in read and _is_text(value)]
+    return (
+        *(key for key in found if not _NO_PROMPT.fullmatch(key)),
+        *(key for key in WEIGHTS if raw.get(key) == 0),  # of turns they are read
+    )
 
 
 def _exact(raw: Mapping[str, Any], where: str) -> Record:
-    ids = _whole_numbers(raw["input_ids"])
+    ids, spans = _whole_numbers(raw["input_ids"]), _whole_numbers(raw.get("learnt"))
     if ids is None or ids.ndim != 1 or len(ids) == 0 or ids.min() < 0 or ids.max() >= 2**31:
         raise BadRecordError("input_ids is not a list of token ids")
-    spans = np.zeros((0, 2), dtype=np.int64) if raw.get("learnt") == [] else _whole_numbers(raw.get("learnt"))
-    if spans is None or spans.ndim != 2 or spans.shape[1] != 2:
-        raise BadRecordError("learnt is not a list of spans [start, end] in order")
-    if len(spans) and (spans.min() < 0 or spans.max() > len(ids)):  # first: differences of larger ones overflow
-        raise BadRecordError("learnt reaches beyond input_ids")
-    if (np.diff(spans, axis=1) < 1).any() or (np.diff(spans.flatten()) < 0).any():
-        raise BadRecordError("learnt is not a list of spans [start, end] in order")
+    if raw.get("learnt") == []:
+        spans = np.zeros((0, 2), dtype=np.int64)
+    bounds = [] if spans is None or spans.ndim != 2 or spans.shape[1] != 2 else [0, *spans.flatten().tolist(), len(ids)]
+    if bounds != sorted(bounds) or not bounds or any(start == end for start, end in spans.tolist()):
+        raise BadRecordError("learnt is not a list of spans [start, end] of input_ids in order")
     # A model may have answered with nothing.
     messages = parse_turns(raw["messages"], "messages", True) if raw.get("messages") else []
     text = None if messages else text_of(raw.get("text"), "text")
     if messages and "user" not in [message["role"] for message in messages]:
         raise BadRecordError("no user turn")
-    prompt = None if raw.get("prompt") is None else text_of(raw["prompt"], "prompt")
     learnt = tuple((start, end) for start, end in spans.tolist())
-    tokens = Tokens(ids.astype(np.int32), learnt, text_of(raw.get("tokenizer"), "tokenizer"), prompt)
-    return Record(tuple(messages), text, where, tokens, kind="token ids")
+    tokens = Tokens(ids.astype(np.int32), learnt, text_of(raw.get("tokenizer"), "tokenizer"))
+    return Record(tuple(messages), text, where, tokens, kind="token ids", beginning=_beginning(raw))
 
 
-def _whole_numbers(value: Any) -> np.ndarray | None:
+def _whole_numbers(value: Any) -> Any:
     try:
         found = np.asarray(value)
     except (TypeError, ValueError, OverflowError):  # lists of different lengths

@@ -31,8 +31,6 @@ WEIGHTS = ("weight", "train", "training", "loss", "output_with_loss")
 """Keys that say whether an answer is learnt: OpenAI's, axolotl's, ms-swift's and XTuner's."""
 _CONTENTS = ("content", "value", "text")
 _PARTS = ("text", "input_text", "output_text")
-KNOWN = {"role", "from", *_CONTENTS, *WEIGHTS, "name", "tool_calls", "tool_call_id", "function_call"}
-"""Keys of a turn that are read."""
 
 
 def parse_turns(turns: Any, name: str, may_be_empty: bool = False) -> list[Message]:
@@ -44,15 +42,6 @@ def parse_turns(turns: Any, name: str, may_be_empty: bool = False) -> list[Messa
     if not isinstance(turns, list) or not turns:
         raise BadRecordError(f"{name} is not a list of turns")
     return [message for number, turn in enumerate(turns, start=1) for message in _messages(turn, number, may_be_empty)]
-
-
-def unread_keys(turns: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the keys and values of turns that `parse_turns` does not read."""
-    for turn in turns if isinstance(turns, list) else ():
-        if isinstance(turn, Mapping):
-            roles = "role" in turn or "from" in turn
-            known = KNOWN if roles else {*WEIGHTS, *(key for keys in _PAIRS.values() for key in keys)}
-            yield from ((str(key), value) for key, value in turn.items() if key not in known)
 
 
 def text_of(value: Any, name: str, may_be_empty: bool = False) -> str:
