@@ -34,6 +34,7 @@ from medusa_decoding.files import read_json_object, write_json
 from medusa_decoding.options import SLOTS
 from medusa_decoding.serving.answers import Answers
 from medusa_decoding.training.config import Config, SourceConfig
+from medusa_decoding.training.data.encoding import ChatEncoder
 from medusa_decoding.training.data.records import Report, read_records
 from medusa_decoding.training.data.sources import BadRecordError, raw_records
 from medusa_decoding.training.distill.distill import Distillation, GenerationReport
@@ -77,8 +78,7 @@ class Distill:
     def __init__(self, config: Config) -> None:
         data, tokenizer = config.data, load_tokenizer(config.model)
         length = None if data.overlong == "split" else data.length
-        given = data.template, data.turns, data.template_arguments, length
-        self.how = Distillation(distill.load(config), tokenizer, config.generation, *given)
+        self.how = Distillation(distill.load(config), ChatEncoder.of(tokenizer, data), config.generation, length)
         self.answers = self.how.answers().__enter__()
 
     def lines(self, records: Mapping[int, Any]) -> Iterator[tuple[int, dict[str, Any]]]:

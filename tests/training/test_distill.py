@@ -17,7 +17,7 @@ from medusa_decoding.training.data.answer_states import AnswerStates
 from medusa_decoding.training.data.encoding import ChatEncoder, Example, encode_records, fingerprint
 from medusa_decoding.training.data.records import Record, Report, read_records
 from medusa_decoding.training.distill import distill
-from medusa_decoding.training.distill.distill import generate_records
+from medusa_decoding.training.distill.distill import Distillation, generate_records
 from medusa_decoding.training.distill.record_file import finished
 
 IM_END = toy.SPECIAL.index("<|im_end|>")
@@ -59,6 +59,11 @@ def heads_of(model):
     return heads.eval()
 
 
+def write_records(model, tokenizer, seeds, settings, path, template="auto", turns="joint", length=None, **options):
+    encoder = ChatEncoder(tokenizer, template, turns=turns)
+    return generate_records(Distillation(model, encoder, settings, length), seeds, path, **options)
+
+
 @pytest.fixture
 def generate(tmp_path):
     """Run over seeds and return the file's lines; a run with the same name continues the same file."""
@@ -66,7 +71,7 @@ def generate(tmp_path):
     def run(model, tokenizer, seeds, settings=GREEDY, name="out", heads=None, tree=None, **options):
         path = tmp_path / f"{name}.jsonl"
         with MedusaModel(model, heads, tree) as medusa:
-            run.report = generate_records(medusa, tokenizer, seeds, settings, path, **options)
+            run.report = write_records(medusa, tokenizer, seeds, settings, path, **options)
         run.path = path
         return [json.loads(line) for line in path.read_text().splitlines()]
 

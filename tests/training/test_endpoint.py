@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 import toy
-from test_distill import CHATS, DRAWN, GREEDY, IM_END, StoppedError, language_model, records
+from test_distill import CHATS, DRAWN, GREEDY, IM_END, StoppedError, language_model, records, write_records
 from toy import CHATML, chat, unmarked
 from transformers import AutoTokenizer
 
@@ -21,7 +21,6 @@ from medusa_decoding.serving.http.app import create_app
 from medusa_decoding.serving.http.settings import Settings
 from medusa_decoding.training.config import Config
 from medusa_decoding.training.distill import endpoint
-from medusa_decoding.training.distill.distill import generate_records
 from medusa_decoding.training.distill.endpoint import Endpoint
 
 URL = "http://127.0.0.1:8000/v1"
@@ -110,7 +109,7 @@ class Flaky(httpx.ASGITransport):
 
 def write(served, path, model, settings, seeds=None, **options):
     seeds = records() if seeds is None else seeds
-    report = generate_records(model, served.tokenizer, seeds, settings, path, **options)
+    report = write_records(model, served.tokenizer, seeds, settings, path, **options)
     return path.read_bytes(), report
 
 

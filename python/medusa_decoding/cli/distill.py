@@ -127,6 +127,7 @@ def _generate(
 ) -> dict[str, Any]:
     import torch
 
+    from medusa_decoding.training.data.encoding import ChatEncoder
     from medusa_decoding.training.data.records import Report, read_records
     from medusa_decoding.training.distill import distill
     from medusa_decoding.training.distill.endpoint import Endpoint
@@ -145,17 +146,12 @@ def _generate(
     model = Endpoint.connect(config) if served else load(config)
     bar = ProgressBar(len(range(shards.rank, len(seeds), shards.size)))
     try:
+        # What training would cut off is not generated.
+        length = None if data.overlong == "split" else data.length
         report = distill.generate_records(
-            model,
-            tokenizer,
+            distill.Distillation(model, ChatEncoder.of(tokenizer, data), config.generation, length),
             seeds,
-            config.generation,
             file,
-            template=data.template,
-            turns=data.turns,
-            arguments=data.template_arguments,
-            # What training would cut off is not generated.
-            length=None if data.overlong == "split" else data.length,
             resume=args.resume,
             asked=asked,
             save_states=data.cache_hidden is not None,

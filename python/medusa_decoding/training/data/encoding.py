@@ -25,6 +25,7 @@ from transformers import PreTrainedTokenizerBase
 
 from medusa_decoding.chat.template import BUILT_IN_TRAINING, ChatTemplate
 from medusa_decoding.generation.session import common_length
+from medusa_decoding.training.config import DataConfig
 from medusa_decoding.training.data.records import Record, Report, Tokens
 from medusa_decoding.training.data.sources import BadRecordError
 
@@ -108,6 +109,11 @@ class ChatEncoder:
         self.template = ChatTemplate(tokenizer, name, built_in=built_in, variables=variables, check=False)
         self._marked = _MARKED.search(self.template.text) is not None
         self.closing = (*self.template.special, *(token for token in tokenizer.get_added_vocab() if token.strip()))
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, data: DataConfig, vocab_size: int | None = None) -> ChatEncoder:
+        """Return the encoder of a configuration's data; see the class."""
+        return cls(tokenizer, data.template, turns=data.turns, arguments=data.template_arguments, vocab_size=vocab_size)
 
     def encode(self, record: Record) -> list[Example]:
         """Return a record's examples: one, or one per assistant turn with `turns="each"`. Exact tokens are one example.

@@ -21,8 +21,6 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
 from medusa_decoding.checks import token_list
 from medusa_decoding.files.resumable import companion
 from medusa_decoding.generation import settings as decoding
@@ -132,16 +130,10 @@ class GenerationReport:
 
 
 def generate_records(
-    model: MedusaModel | Endpoint,
-    tokenizer: PreTrainedTokenizerBase,
+    how: Distillation,
     seeds: Iterable[Record],
-    settings: GenerationConfig,
     out: Path,
     *,
-    template: str = "auto",
-    turns: str = "joint",
-    arguments: Mapping[str, Any] | None = None,
-    length: int | None = None,
     resume: bool = False,
     asked: Any = None,
     save_states: bool = False,
@@ -150,16 +142,11 @@ def generate_records(
 ) -> GenerationReport:
     """Have a model answer the user turns of seeds, and write one record per answered seed.
 
-    Tokens are drawn from the model's distribution at the temperature, top_p, top_k and min_p of the settings. Those
-    that are None, and all other settings except stop strings, are the model's own generation config's. An answer ends
-    with one of that config's end tokens or the template's.
-
-    Seeds are conversations, whose answers are dropped, and texts, whose first tokens are continued. With `turns="each"`
-    there is one record per answer, with prompts that are rendered again. A record has at most `length` tokens (None:
-    the model's context). With `save_states`, the hidden states from which a model without heads predicted its answers
-    are kept next to the file (`AnswerStates`); an `Endpoint` has none. `asked` is kept with the report, for
-    `record_file.finished`; `progress` is called with the report so far after each answer. See `ChatEncoder` for the
-    template and its arguments.
+    Seeds are conversations, whose answers are dropped, and texts, whose first tokens are continued. If the encoder has
+    `turns="each"` there is one record per answer, with prompts that are rendered again. With `save_states`, the hidden
+    states from which a model without heads predicted its answers are kept next to the file (`AnswerStates`); an
+    `Endpoint` has none. `asked` is kept with the report, for `record_file.finished`; `progress` is called with the
+    report so far after each answer.
 
     With several processes in `shards`, all of them call this, and each answers its shard of the seeds with a copy of
     the model. They keep no states. `progress` is about the shard, the final report about all seeds.
@@ -168,13 +155,13 @@ def generate_records(
         The final report, which is also written next to the file.
 
     Raises:
-        ValueError: no template, limits of sampling for greedy answers, or seeds of several turns with a template that
-            does not keep earlier answers; existing records of other settings, another model, other heads or other
-            seeds; a file that another process writes; a model that the engine does not serve; a failed answer.
+        ValueError: seeds of several turns with a template that does not keep earlier answers; existing records of other
+            settings, another model, other heads or other seeds; a file that another process writes; a model that the
+            engine does not serve; a failed answer.
         OSError: the file could not be written.
         MemoryError: the cache of `batch_size` answers of the longest length does not fit.
     """
-    how = Distillation(model, tokenizer, settings, template, turns, arguments, length)
+    model = how.model
     shards = Shards() if shards is None else shards
     with shards.opened(out, how.depends_on(), resume) as file:
         report = GenerationReport()
@@ -209,25 +196,28 @@ def generate_records(
 
 
 class Distillation:
-    """How a model answers seeds, one record or several per seed; arguments and errors as in `generate_records`."""
+    """How a model answers seeds, one record or several per seed.
+
+    Tokens are drawn from the model's distribution at the temperature, top_p, top_k and min_p of the settings. Those
+    that are None, and all other settings except stop strings, are the model's own generation config's. An answer ends
+    with one of that config's end tokens or the template's. A record has at most `length` tokens (None: the model's
+    context).
+
+    Raises:
+        ValueError: limits of sampling for greedy answers.
+    """
 
     def __init__(
         self,
         model: MedusaModel | Endpoint,
-        tokenizer: PreTrainedTokenizerBase,
+        encoder: ChatEncoder,
         settings: GenerationConfig,
-        template: str = "auto",
-        turns: str = "joint",
-        arguments: Mapping[str, Any] | None = None,
         length: int | None = None,
     ) -> None:
         backbone = model if isinstance(model, Endpoint) else model.backbone
         own = model.generation_config if isinstance(model, Endpoint) else model.backbone.causal_lm.generation_config
-        self._model, self._settings = model, settings
+        self.model, self._settings, self._encoder = model, settings, encoder
         self._limit = backbone.context_limit if length is None else min(length, backbone.context_limit)
-        self._encoder = encoder = ChatEncoder(
-            tokenizer, template, turns=turns, arguments=arguments, vocab_size=backbone.vocab_size
-        )
         self._ends = token_list(own.eos_token_id)
         if encoder.end_of_turn is not None and encoder.end_of_turn not in self._ends:
             self._ends.append(encoder.end_of_turn)
@@ -235,7 +225,31 @@ class Distillation:
 
     def depends_on(self) -> dict[str, Any]:
         """Return everything that decides what is written, as JSON."""
-        return _settings(self._model, self._encoder, self._settings, self._limit, self._config)
+        model, unsaid = self.model, {"heads", "quantized", "endpoint", "endpoint_model"}
+        unsaid |= {"batch_size"} if isinstance(model, Endpoint) else set()
+        given = {
+            f"generation.{name}": value
+            for name, value in dataclasses.asdict(self._settings).items()
+            if name not in unsaid
+        }
+        stated = {
+            name: value
+            for name, value in self._config.to_diff_dict().items()
+            if not name.startswith("_") and name != "transformers_version"
+        }
+        tree: Any = model.tree
+        if isinstance(tree, Tree):
+            # Static trees without a copied branch are identified by their choices alone, as in older files.
+            tree = (tree.choices, tree.lookup, tree.keep) if tree.lookup or tree.keep else tree.choices
+        return given | {
+            "model": {"served": model.model} if isinstance(model, Endpoint) else fingerprint(model.backbone.causal_lm),
+            "heads": None if model.heads is None else fingerprint(model.heads),
+            "tree": hashlib.blake2b(repr(tree).encode(), digest_size=8).hexdigest(),
+            "tokenizer": self._encoder.fingerprint,
+            "length": self._limit,
+            "decoding": stated,
+            **self._encoder.settings,
+        }
 
     def seed(self, number: int, record: Record) -> Seed:
         """Return a seed to answer; `number` and the setting `seed` decide its random numbers.
@@ -247,11 +261,11 @@ class Distillation:
 
     def answers(self, states: bool = False) -> Answers:
         """Return what runs the answers, a context manager."""
-        if isinstance(self._model, Endpoint):
-            how = self._encoder, self._ends, self._config
-            return ServedAnswers(self._model, self._settings.batch_size, *how)
+        slots = self._settings.batch_size
+        if isinstance(self.model, Endpoint):
+            return ServedAnswers(self.model, slots, self._encoder, self._ends, self._config)
         drawn = _sampling(self._settings, self._config)
-        return Answers(self._model, self._settings.batch_size, self._limit, states, ends=self._ends, **drawn)
+        return Answers(self.model, slots, self._limit, states, ends=self._ends, **drawn)
 
     def answered(self, answers: Answers, waiting: Iterator[Seed], report: GenerationReport) -> Iterator[Seed]:
         """Yield a seed after each of its answers; after the last one it has no prompt."""
@@ -311,30 +325,3 @@ def _decoding(own: Any, settings: GenerationConfig, ends: Collection[int]) -> An
     config.max_length = config.max_new_tokens = None  # each row has its own
     config.num_return_sequences = 1
     return config
-
-
-def _settings(
-    model: MedusaModel | Endpoint, encoder: ChatEncoder, settings: GenerationConfig, limit: int, config: Any
-) -> dict[str, Any]:
-    """Return everything that decides what is written, as JSON."""
-    told, unsaid = dataclasses.asdict(settings).items(), {"heads", "quantized", "endpoint", "endpoint_model"}
-    unsaid |= {"batch_size"} if isinstance(model, Endpoint) else set()
-    given = {f"generation.{name}": value for name, value in told if name not in unsaid}
-    stated = {
-        name: value
-        for name, value in config.to_diff_dict().items()
-        if not name.startswith("_") and name != "transformers_version"
-    }
-    tree: Any = model.tree
-    if isinstance(tree, Tree):
-        # Static trees without a copied branch are identified by their choices alone, as in older files.
-        tree = (tree.choices, tree.lookup, tree.keep) if tree.lookup or tree.keep else tree.choices
-    return given | {
-        "model": {"served": model.model} if isinstance(model, Endpoint) else fingerprint(model.backbone.causal_lm),
-        "heads": None if model.heads is None else fingerprint(model.heads),
-        "tree": hashlib.blake2b(repr(tree).encode(), digest_size=8).hexdigest(),
-        "tokenizer": encoder.fingerprint,
-        "length": limit,
-        "decoding": stated,
-        **encoder.settings,
-    }

@@ -63,13 +63,7 @@ def load_rows(config: Config, tokenizer: Any, vocab_size: int | None = None, par
             "data.answers: expected given or null, to learn the data's answers (`medusa distill` has the model write "
             "its own and learns those), got own"
         )
-    encoder = encoding.ChatEncoder(
-        tokenizer,
-        settings.template,
-        turns=settings.turns,
-        arguments=settings.template_arguments,
-        vocab_size=vocab_size,
-    )
+    encoder = encoding.ChatEncoder.of(tokenizer, settings, vocab_size)
     report = data.Report()
     records = list(data.read_records(settings.train, report, system=settings.system, limit=settings.limit))
     held_out: list[data.Record] = []
