@@ -158,7 +158,10 @@ def test_a_first_config_overwrites_nothing(tmp_path, monkeypatch, capsys, argume
         (["--config", "none.yaml"], "config: expected a readable file, got none.yaml"),
         (["--set", "optimisation.epochs"], "--set: expected KEY=VALUE, got 'optimisation.epochs'"),
         (["--set", "model.name=nowhere/there"], "model.name: expected a model"),
-        (["--set", "optimisation={epochs: 1, epochs: 2}"], "expected a value in YAML, got '{epochs: 1, epochs: 2}'"),
+        (
+            ["--set", "optimisation={epochs: 1, epochs: 2}"],
+            "got the key 'epochs' again in line 1",
+        ),
         (["--set", f"optimisation.seed={2**32}"], "optimisation.seed: expected less than 4294967296, got 4294967296"),
         (["--set", "heads.num_heads=47"], "heads.num_heads: expected at most 46 with data.length 48"),
         (["--set", "output.folder=FILE"], "output.folder: expected one that is there or can be made, got "),

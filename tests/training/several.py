@@ -11,10 +11,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import workshop
+from torch.distributed.tensor import DTensor
 
 from medusa_decoding.checkpoints import pretrained
 from medusa_decoding.training.loop import run as loop
-from medusa_decoding.training.loop.processes import Processes, own
+from medusa_decoding.training.loop.processes import Processes
 from medusa_decoding.training.loop.run import train
 from medusa_decoding.training.loop.trainer import Trainer
 
@@ -80,7 +81,8 @@ def watched(self, module, layers):
     """Write how many values this process holds before and after the weights are divided."""
 
     def held():
-        return sum(own(weight).numel() for weight in module.parameters() if own(weight).device.type != "meta")
+        shares = [weight.to_local() if isinstance(weight, DTensor) else weight for weight in module.parameters()]
+        return sum(share.numel() for share in shares if share.device.type != "meta")
 
     before = held()
     shard(self, module, layers)

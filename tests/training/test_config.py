@@ -258,17 +258,3 @@ def test_a_configuration_made_in_python_is_checked():
 def test_presets_name_settings_that_exist():
     keys = {row[0] for row in config_schema.describe(Config)}
     assert {f"{name}.{key}" for preset in PRESETS.values() for name, part in preset.items() for key in part} <= keys
-
-
-def test_defaults_for_a_gpu_are_not_taken_silently_on_a_cpu():
-    (first, *others) = of().warnings(gpu=False)
-    assert "model.dtype bfloat16, data.length 4096, optimisation.optimizer adamw_8bit" in first
-    assert others == of().warnings()
-    fitting = {
-        "model": {"dtype": "float32"},
-        "data": {"train": [{"path": "a"}], "length": 512},
-        "optimisation": {"optimizer": "adamw"},
-    }
-    assert of(**fitting).warnings(gpu=False) == []
-    (only,) = of(**fitting | {"optimisation": {}}).warnings(gpu=False)
-    assert "for one: optimisation.optimizer adamw_8bit;" in only

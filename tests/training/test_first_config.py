@@ -67,7 +67,7 @@ def test_given_answers_are_trained_on_a_cpu(tmp_path, monkeypatch):
     # Rows are as long as the longest conversations, within the model's context.
     assert chosen["data.length"] == 64
     assert config.optimisation.batch_size % config.optimisation.micro_batch_size == 0
-    assert config.warnings(gpu=False) == []
+    assert config.warnings() == []
     # The model's answers have about 19 of 28 tokens, so that 64 tokens of a row have about 40 to learn: 16 rows.
     assert config.optimisation.batch_size == 16
     assert config.optimisation.epochs == 10

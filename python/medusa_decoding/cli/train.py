@@ -179,7 +179,7 @@ def _check(config: Config, resume: bool, on: str | None) -> int:
     if config.data.cache_hidden is not None:
         print(estimate.describe_states(config, shapes, rows, pace))
     print(*estimate.describe_readers(config, shapes), sep="\n")
-    for warning in config.warnings(gpu=machine is not None or processes.device.type == "cuda"):
+    for warning in config.warnings():
         print(warning)
     return 0
 

@@ -147,9 +147,6 @@ class LossConfig:
     lambda_0_schedule: Literal["constant", "sine"] = setting(
         "constant", "sine: a quarter wave up to lambda_0 at the end of training", "2.2.2; B.4: sine"
     )
-    chunk: int | None = setting(
-        None, "positions whose logits are in memory at a time; null: 128 MiB of logits", OURS, ge=1
-    )
 
 
 @dataclass(frozen=True, config=STRICT)
@@ -271,6 +268,13 @@ PRESETS: dict[str, dict[str, Any]] = {
 """What a method changes in the defaults (B.3 for Medusa-2, B.4 and 2.3.2 for self-distillation)."""
 
 
+REMOVED = (
+    ("heads", "storage", "float", "leave it out, and run `medusa export --storage` after training"),
+    ("loss", "chunk", None, "leave it out: 128 MiB of logits are in memory at a time"),
+)
+"""Settings of versions up to 0.3 (section, name), the value that is still read, and what to do with another."""
+
+
 @dataclass(frozen=True, config=STRICT)
 class Config:
     """All settings of a run.
@@ -309,10 +313,12 @@ class Config:
                 # The only tracker of versions up to 0.3.
                 output = {**output, "trackers": ["tensorboard"] if output["tensorboard"] else []}
                 values = {**values, "output": {name: output[name] for name in output.keys() - {"tensorboard"}}}
-            if isinstance(heads, Mapping) and "storage" in heads:  # of versions up to 0.3
-                if heads["storage"] != "float":
-                    raise ValueError("heads.storage: leave it out, and run `medusa export --storage` after training")
-                values = {**values, "heads": {name: heads[name] for name in heads.keys() - {"storage"}}}
+            for section, name, value, instead in REMOVED:
+                part = values.get(section)
+                if isinstance(part, Mapping) and name in part:
+                    if part[name] != value:
+                        raise ValueError(f"{section}.{name}: {instead}")
+                    values = {**values, section: {key: part[key] for key in part if key != name}}
             if isinstance(heads, Mapping) and heads.get("initial") is not None:  # trained heads need no first stage
                 preset = preset | {"optimisation": preset.get("optimisation", {}) | {"heads_first_epochs": 0.0}}
             given = {name: values.get(name, {}) for name in preset}
@@ -349,27 +355,8 @@ class Config:
         usual = min(20 if self.method == "self-distillation" else 40, steps // 4)
         return usual if rates.warmup_steps is None else rates.warmup_steps
 
-    def warnings(self, gpu: bool = True) -> list[str]:
-        """Return warnings about settings that work but are easily overlooked.
-
-        A quantised model is another model. Without a GPU (`gpu`), defaults that are meant for one are slow.
-        """
-        slow = [] if gpu else self._gpu_defaults()
-        advice = "`medusa train --init MODEL DATA` writes a config that fits a CPU"
-        warnings = [f"no GPU, but the settings are the defaults for one: {', '.join(slow)}; {advice}"] if slow else []
-        return warnings + self._quantised_warnings()
-
-    def _gpu_defaults(self) -> list[str]:
-        needed = {"model": {"name": self.model.name}, "data": {"train": [{"path": "-"}]}, "output": {"folder": "-"}}
-        usual = Config.of({"method": self.method, **needed})
-        found = []
-        for key in ("model.dtype", "data.length", "optimisation.optimizer"):
-            value = operator.attrgetter(key)(self)
-            if value == operator.attrgetter(key)(usual):
-                found.append(f"{key} {value}")
-        return found
-
-    def _quantised_warnings(self) -> list[str]:
+    def warnings(self) -> list[str]:
+        """Return warnings about settings that work but are easily overlooked: a quantised model is another model."""
         if self.model.quantization == "none" or self.generation.quantized:
             return []
         words = (
@@ -406,8 +393,6 @@ class Config:
             yield "lora.enabled", f"true with method {method} (its teacher is the model without the adapter)"
         if self.generation.endpoint is not None and self.generation.heads is not None:
             yield "generation.heads", "null with generation.endpoint (the server drafts as it was started)"
-        if rates.sharding == "full" and quantised:
-            yield "optimisation.sharding", f"none or auto with model.quantization {model.quantization}"
         if model.attention.startswith("flash") and model.dtype == "float32":
             yield "model.dtype", f"bfloat16 or float16 with model.attention {model.attention}"
         if rates.warmup_steps is not None and rates.warmup_share is not None:
@@ -419,8 +404,6 @@ class Config:
             yield "heads.num_heads", f"at most {data.length - 2} with data.length {data.length} ({reason})"
         if rates.batch_size % rates.micro_batch_size:
             yield "optimisation.batch_size", f"a multiple of optimisation.micro_batch_size {rates.micro_batch_size}"
-        if rates.max_steps is not None and (rates.warmup_steps or 0) >= rates.max_steps:
-            yield "optimisation.warmup_steps", f"fewer than optimisation.max_steps {rates.max_steps}"
 
 
 def table() -> str:

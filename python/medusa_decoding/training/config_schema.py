@@ -68,25 +68,18 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         text = read_text(path)
     except (OSError, ValueError) as error:
         raise ValueError(f"config: expected a readable file, got {path} ({error})") from error
-    try:
-        value = yaml.load(text, _Loader)
-    except _NOT_YAML as error:
-        raise ValueError(f"config: expected YAML in {path}, got {error}") from error
+    value = parse_yaml(text, f"config: expected YAML in {path}")
     if not isinstance(value, dict):
         raise ValueError(f"config: expected a mapping in {path}, got {shown(value)}")
     return value
 
 
-def parse_yaml(text: str) -> Any:
-    """Return the value of a piece of YAML.
-
-    Raises:
-        ValueError: not YAML.
-    """
+def parse_yaml(text: str, expected: str = "expected a value in YAML") -> Any:
+    """Return the value of a piece of YAML; a `ValueError` that begins with `expected` if it is none."""
     try:
         return yaml.load(text, _Loader)
     except _NOT_YAML as error:
-        raise ValueError(f"expected a value in YAML, got {shown(text)}") from error
+        raise ValueError(f"{expected}, got {error}") from error
 
 
 def write_yaml(settings: Any) -> str:

@@ -47,18 +47,15 @@ class AnswerStates:
 
     def add(self, ids: Sequence[int], spans: Iterable[tuple[int, int]], states: Sequence[torch.Tensor]) -> None:
         """Append the states of a record, [H] each: its tokens, and the spans [start, end) of them that are learnt."""
-        learnt = np.zeros(len(ids), np.bool_)
-        for start, end in spans:
-            learnt[start:end] = True
         data = torch.stack(list(states)).to("cpu", self._dtype).view(torch.uint8).numpy().tobytes()
-        key, count = _key(np.array(ids), learnt), len(states)
+        key, count = _key(Example.from_spans(ids, spans, "")), len(states)
         with self._file.open("ab") as stream:
             self._places[key] = stream.tell() + _KEY + 8, count
             stream.write(key + count.to_bytes(8, "little") + data)
 
     def get(self, example: Example) -> torch.Tensor | None:
         """Return an example's states [T, H], zero if the next token is not learnt; None if there are none."""
-        start, count = self._places.get(_key(example.ids, example.learnt), (0, 0))
+        start, count = self._places.get(_key(example), (0, 0))
         before = torch.from_numpy(np.flatnonzero(example.learnt[1:]))
         if not count or count != len(before):
             return None
@@ -70,6 +67,6 @@ class AnswerStates:
         return states
 
 
-def _key(ids: np.ndarray, learnt: np.ndarray) -> bytes:
-    content = np.ascontiguousarray(ids, np.int64).tobytes() + np.ascontiguousarray(learnt, np.bool_).tobytes()
+def _key(example: Example) -> bytes:
+    content = example.ids.astype(np.int64).tobytes() + example.learnt.tobytes()
     return hashlib.blake2b(content, digest_size=_KEY).digest()

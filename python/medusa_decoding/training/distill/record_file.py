@@ -115,16 +115,7 @@ class RecordFile(ResumableFile):
 
 def _without_tokens(record: Any) -> dict[str, Any]:
     """Return what a continued run needs to know of a record."""
-    known = {key: record[key] for key in ("seed", "cut", "ended", "learnt")}
-    seed, learnt = known["seed"], known["learnt"]
-    counts = [*(seed[name] for name in ("number", "part", "parts")), known["cut"], *itertools.chain(*learnt)]
-    if not all(type(count) is int and count >= 0 for count in counts) or not 1 <= seed["part"] <= seed["parts"]:
-        raise ValueError("expected counts of 0 or more")
-    if not isinstance(seed["digest"], str) or not isinstance(known["ended"], str | None):
-        raise ValueError("expected text as digest and reason")
-    if any(len(span) != 2 or span[0] > span[1] for span in learnt):
-        raise ValueError("expected spans [start, end]")
-    return known
+    return {key: record[key] for key in ("seed", "cut", "ended", "learnt")}
 
 
 def saved_states(path: Path, weights: str) -> bool:
@@ -135,32 +126,19 @@ def saved_states(path: Path, weights: str) -> bool:
 
 
 def finished(path: Path, asked: Any) -> dict[str, Any] | None:
-    """Return the report of the run that finished a file, or None if something else was asked for.
-
-    Raises:
-        ValueError: a damaged report, which it names.
-    """
+    """Return the report of the run that finished a file, or None if something else was asked for."""
     marker = companion(path, "finished")
     if not (marker.is_file() and path.is_file()):
         return None
     found = read_json_object(marker)
-    report = found.get("report")
-    if not isinstance(report, dict) or not isinstance(report.get("records"), int):
-        raise ValueError(f"{marker}: expected the report of a finished run, got another file; remove it to continue")
-    return report if found.get("asked") == json.loads(json.dumps(asked)) else None
+    return found["report"] if found.get("asked") == json.loads(json.dumps(asked)) else None
 
 
 def asked_of(path: Path) -> dict[str, Any] | None:
     """Return what a finished file of records was asked for with, or None if nothing next to it says so.
 
-    `decoding` in it is the generation config with which answers were decoded, if that is known. Files next to a user's
-    own data may be anything, and are no reason to refuse the data.
+    `decoding` in it is the generation config with which answers were decoded.
     """
-    try:
-        asked = read_json_object(companion(path, "finished")).get("asked") if path.is_file() else None
-        decoding = read_json_object(companion(path, "settings")).get("decoding") if asked else None
-    except (OSError, ValueError):
-        return None
-    if not isinstance(asked, dict) or not {"model", "generation", "data"} <= asked.keys():
-        return None
-    return asked | {"decoding": decoding if isinstance(decoding, dict) else None}
+    marker = companion(path, "finished")
+    asked = read_json_object(marker).get("asked") if path.is_file() and marker.is_file() else None
+    return asked and asked | {"decoding": read_json_object(companion(path, "settings")).get("decoding")}

@@ -159,7 +159,7 @@ def memory(config: Config, shapes: Shapes) -> dict[str, int]:
     if config.data.pack:
         activations += positions * config.data.length
     candidates = config.heads.token_map_size or shapes.vocabulary
-    chunk = min(positions, config.loss.chunk or max(1, CHUNK_ELEMENTS // candidates))
+    chunk = min(positions, max(1, CHUNK_ELEMENTS // candidates))
     heads, blocks = config.heads.num_heads, config.heads.num_layers
     operands = 0 if config.heads.shared_projection else 6 * candidates * shapes.hidden
     if config.trains_backbone:

@@ -74,7 +74,7 @@ class Objective(nn.Module):
         """
         measuring = normalisers is None
         joint = self.joint and not measuring
-        backbone, heads, chunk = self._backbone, self.heads, self._config.loss.chunk
+        backbone, heads = self._backbone, self.heads
         hidden = batch.get(HIDDEN)
         if hidden is None:
             with torch.set_grad_enabled(torch.is_grad_enabled() and joint):
@@ -94,16 +94,12 @@ class Objective(nn.Module):
             weights=self._weights,
             normaliser=None if normalisers is None else normalisers[1:],
             through_backbone=joint,
-            chunk=chunk,
             top=top,
         )
         loss, found = of_heads.loss, {}
         if joint or measuring:
-            options: dict[str, Any] = {
-                "segments": segments,
-                "normaliser": None if normalisers is None else normalisers[:1],
-                "chunk": chunk,
-            }
+            own = None if normalisers is None else normalisers[:1]
+            options: dict[str, Any] = {"segments": segments, "normaliser": own}
             if joint and self._config.method == "self-distillation":
                 with torch.no_grad(), backbone.original():
                     teacher = backbone.hidden(batch).flatten(0, 1)

@@ -112,9 +112,6 @@ def _check_folder(folder: Path) -> None:
 def _start(config: Config, resume: bool) -> Path | None:
     folder = Path(config.output.folder)
     _check_folder(folder)
-    if folder.is_dir():
-        with only_writer("output.folder", folder, inside=True):
-            pass  # no other run holds it
     newest = Checkpoints(folder / "checkpoints", 1).newest()
     if newest is None:
         for name in ("heads", "model", "adapter"):

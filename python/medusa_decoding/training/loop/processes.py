@@ -13,7 +13,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import zip_longest
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -153,18 +152,9 @@ class Processes:
             ValueError: in every process, if one has a weight or buffer of another name or shape.
         """
         held: dict[str, torch.Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-        lists: list[Any] = [None] * self.size
-        dist.all_gather_object(lists, [(name, list(tensor.shape), tensor.dtype) for name, tensor in held.items()])
-        main, nothing = lists[0], ("nothing more", "", None)
-        for rank, theirs in enumerate(lists):
-            for wanted, got in zip_longest(main, theirs, fillvalue=nothing):
-                if wanted[:2] != got[:2]:
-                    raise ValueError(
-                        "model.name: expected a model of which all processes make the same weights, to divide them, "
-                        f"got {wanted[0]} {wanted[1]} in the main process, which reads its files, and "
-                        f"{got[0]} {got[1]} in process {rank}, which reads its config (is it quantised, or an adapter?)"
-                    )
-        for tensor, (_, _, dtype) in zip(held.values(), main, strict=True):
+        self.same({"model.name": [(name, list(tensor.shape)) for name, tensor in held.items()]})
+        dtypes = self.by_main(lambda: [tensor.dtype for tensor in held.values()])
+        for tensor, dtype in zip(held.values(), dtypes, strict=True):
             if tensor.dtype != dtype:
                 tensor.data = tensor.data.to(dtype)
 

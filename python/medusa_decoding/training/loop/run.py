@@ -113,7 +113,7 @@ def _train(
     )
     announce(str(rows.report))
     stages(config, len(rows.train))  # refuses a stage that is too short before anything is loaded
-    for warning in config.warnings(gpu=processes.device.type == "cuda"):
+    for warning in config.warnings():
         announce(warning)
     if config.output.push_to_hub is not None:
         announce(f"after the run, the heads are uploaded to {config.output.push_to_hub}")
