@@ -45,7 +45,7 @@ SHARED = {
     "heads.num_heads": 5, "heads.num_layers": 1, "loss.head_decay": 0.8,
     "loss.targets": "hard", "optimisation.optimizer": "adamw_8bit",
     "optimisation.schedule": "cosine", "optimisation.heads_factor": 4.0, "lora.rank": 32, "lora.alpha": 16.0,
-    "lora.dropout": 0.05, "lora.lm_head": True, "lora.target": "all-linear", "heads.shared_projection": False,
+    "lora.dropout": 0.05, "lora.lm_head": True, "heads.shared_projection": False,
 }  # fmt: skip
 VICUNA = {
     "optimisation.batch_size": 64, "optimisation.learning_rate": 5e-4,

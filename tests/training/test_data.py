@@ -156,8 +156,8 @@ def test_truncated_files_and_unknown_extensions_are_named(tmp_path):
 
 BAD = {
     "{": "not JSON (Expecting property name enclosed in double quotes)",
-    "[" * 100_000: "not JSON that can be read (nested too deeply)",
-    '{"text": ' + "7" * 5000 + "}": "not JSON that can be read (an integer of too many digits)",
+    "[" * 100_000: "not JSON that can be read (nested too deeply, or an integer of too many digits)",
+    '{"text": ' + "7" * 5000 + "}": "not JSON that can be read (nested too deeply, or an integer of too many digits)",
     "[1]": "expected a record with named fields, got list",
     '{"id": 3}': "none of the keys turns, conversations, conversation, messages, prompt, instruction, question, "
     "chosen, text, but id",

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import gc
 import json
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from medusa_decoding.cli.train import read_config, train
-from medusa_decoding.files import only_writer
 from medusa_decoding.progress import Progress
-from medusa_decoding.training.config import Config, LoraConfig, SourceConfig
+from medusa_decoding.training.config import Config, SourceConfig
 
 if TYPE_CHECKING:
     from medusa_decoding.model import MedusaModel
     from medusa_decoding.training.distill import distill
     from medusa_decoding.training.distill.shards import Shards
+    from medusa_decoding.training.loop.processes import Processes
 
 FILE = Path("generated") / "records.jsonl"
 
@@ -33,8 +31,6 @@ def run(args: argparse.Namespace) -> int:
         config = dataclasses.replace(config, data=dataclasses.replace(config.data, limit=args.limit))
     if not args.only_data:
         _check_trainable(config, args.resume)
-    elif int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return _run(args, config)
     from medusa_decoding.training.loop.preflight import hold
     from medusa_decoding.training.loop.processes import Processes
 
@@ -43,25 +39,23 @@ def run(args: argparse.Namespace) -> int:
         return _run(args, config, processes)
 
 
-def _run(args: argparse.Namespace, config: Config, processes: Any = None) -> int:
-    """Generate in `processes`, or in this one, and then train in them."""
+def _run(args: argparse.Namespace, config: Config, processes: Processes) -> int:
+    """Generate in `processes`, and then train in them."""
     from medusa_decoding.training.distill.record_file import finished
     from medusa_decoding.training.distill.shards import Shards
+    from medusa_decoding.training.loop.preflight import check
 
-    shards = Shards() if processes is None else Shards(processes.rank, processes.size)
+    shards = Shards(processes.rank, processes.size)
     file = Path(config.output.folder) / FILE
     shards.check_folder(file.parent)
     asked = _asked(config)
     figures = None
     if args.resume:  # only the main process needs to see the output folder
-        figures = finished(file, asked) if processes is None else processes.by_main(lambda: finished(file, asked))
+        figures = processes.by_main(lambda: finished(file, asked))
     if figures is None:
         if not args.only_data:
-            from medusa_decoding.training.loop.preflight import check
-
             check(on_own_data(config, file), processes, args.resume)
-        with only_writer("output.folder", file) if shards.rank == 0 else contextlib.nullcontext():
-            figures = _generate(args, config, file, asked, shards)
+        figures = _generate(args, config, file, asked, shards)
     elif not args.json and shards.rank == 0:
         print(f"{figures['records']} records are in {file}, all that were asked for", file=sys.stderr)
     summary: dict[str, Any] = {"records": str(file), "generation": figures}
@@ -189,14 +183,6 @@ def load(config: Config) -> MedusaModel:
     from medusa_decoding.model import MedusaModel
     from medusa_decoding.training.loop.backbone import TrainingBackbone
 
-    plain = dataclasses.replace(
-        config,
-        method="medusa-1",
-        model=dataclasses.replace(config.model, gradient_checkpointing=False),
-        lora=LoraConfig(),
-        loss=dataclasses.replace(config.loss, lambda_0=None),
-        optimisation=dataclasses.replace(config.optimisation, heads_first_epochs=0.0),
-    )
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     name = config.generation.heads or config.heads.initial
     checkpoint = None
@@ -204,10 +190,8 @@ def load(config: Config) -> MedusaModel:
         checkpoint = read_heads(
             name, vocab_size=stated_sizes(config.model.name, config.model.revision).get("vocab_size")
         )
-    base = TrainingBackbone.load(plain, device).causal
-    if checkpoint is None:
-        return MedusaModel(base)
-    return MedusaModel.from_checkpoint(base, checkpoint)
+    base = TrainingBackbone.load(config, device, frozen=True).causal
+    return MedusaModel(base) if checkpoint is None else MedusaModel.from_checkpoint(base, checkpoint)
 
 
 class ProgressBar:

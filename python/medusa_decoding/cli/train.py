@@ -82,7 +82,7 @@ def _curve(config: Config, resume: bool, quiet: bool) -> int:
 @contextlib.contextmanager
 def _progress(quiet: bool) -> Iterator[dict[str, Any]]:
     """Show a progress bar and messages unless `quiet`; yields the arguments of training that do so."""
-    bar = ProgressBar()
+    bar = LogBar()
     try:
         yield {"watchers": [], "announce": lambda words: None} if quiet else {"watchers": [bar], "announce": _say}
     finally:
@@ -197,11 +197,10 @@ def _say(words: str) -> None:
     print(words, file=sys.stderr)
 
 
-class ProgressBar:
+class LogBar:
     """Shows a run's log as a progress bar."""
 
-    def __init__(self) -> None:
-        self._bar: Progress | None = None
+    bar: Progress | None = None
 
     def __call__(self, line: Mapping[str, Any]) -> None:
         """Show a line of the log."""
@@ -211,25 +210,23 @@ class ProgressBar:
                 f"heads' top-1 {_shares(line['head_top1'])}"
             )
             return
-        if self._bar is not None and line["step"] < self._bar.n:
-            self.close()  # of another run, which ended early
-        if self._bar is None:
+        if self.bar is None or line["step"] < self.bar.n:  # of another run, which ended early
+            self.close()
             # Steps before the bar was there say nothing about the pace.
-            self._bar = Progress(line["of"], "step", initial=line["step"])
+            self.bar = Progress(line["of"], "step", initial=line["step"])
+        memory = line["peak_memory"] / 2**30
         words = f"{line['stage']}, loss {line['loss']:.3f}, top-1 {_shares(line['head_top1'])}"
-        if "mfu" in line:
-            memory = line["peak_memory"] / 2**30
-            words += f", {line['tokens_per_second']:,.0f} tokens/s, {memory:.1f} GiB, MFU {line['mfu']:.0%}"
-        self._bar.set_postfix_str(words, refresh=False)
-        self._bar.update(line["step"] - self._bar.n)
+        words += f", {line['tokens_per_second']:,.0f} tokens/s, {memory:.1f} GiB, MFU {line['mfu']:.0%}"
+        self.bar.set_postfix_str(words, refresh=False)
+        self.bar.update(line["step"] - self.bar.n)
         if line["step"] == line["of"]:
             self.close()
 
     def close(self) -> None:
         """Leave the bar on the screen."""
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
 
 
 def _shares(values: list[float]) -> str:

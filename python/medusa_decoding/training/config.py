@@ -124,7 +124,6 @@ class LoraConfig:
     rank: int = setting(32, "of the adapter", "B.2", ge=1)
     alpha: float = setting(16.0, "its scale is alpha / rank", "B.2", **POSITIVE)
     dropout: float = setting(0.05, "of its input", "B.2", **SHARE)
-    target: str = setting("all-linear", "modules, in peft's terms", "B.2", **WORDS)
     lm_head: bool = setting(True, "adapt lm_head too", "B.2")
 
 
@@ -270,6 +269,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 REMOVED = (
     ("heads", "storage", "float", "leave it out, and run `medusa export --storage` after training"),
+    ("lora", "target", "all-linear", "leave it out: the adapter is on all linear layers"),
     ("loss", "chunk", None, "leave it out: 128 MiB of logits are in memory at a time"),
 )
 """Settings of versions up to 0.3 (section, name), the value that is still read, and what to do with another."""

@@ -80,10 +80,8 @@ def _parsed(line: bytes) -> Any:
         return BadRecordError(f"not JSON ({error.msg})")
     except UnicodeDecodeError:
         return BadRecordError("not UTF-8")
-    except RecursionError:
-        return BadRecordError("not JSON that can be read (nested too deeply)")
-    except ValueError:
-        return BadRecordError("not JSON that can be read (an integer of too many digits)")
+    except (RecursionError, ValueError):
+        return BadRecordError("not JSON that can be read (nested too deeply, or an integer of too many digits)")
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, Any]]:

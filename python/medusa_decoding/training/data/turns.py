@@ -66,7 +66,7 @@ def tool_definitions(value: Any) -> tuple[Mapping[str, Any], ...] | None:
     tools = _parsed(value) if isinstance(value, str) else value
     if not isinstance(tools, list) or not tools or not all(_has_name(_function(tool)) for tool in tools):
         return None
-    _check_writable(tools, "tools")
+    text_of(json.dumps(tools, ensure_ascii=False, default=str), "tools")
     return tuple(tool if "function" in tool else {"type": "function", "function": dict(tool)} for tool in tools)
 
 
@@ -160,15 +160,8 @@ def _calls(value: Any, number: int) -> list[dict[str, Any]]:
         known = {"id": call["id"]} if isinstance(call.get("id"), str) else {}
         described = {"name": function["name"], "arguments": dict(arguments or {})}
         found.append({**known, "type": "function", "function": described})
-    _check_writable(found, f"a tool call of turn {number}")
+    text_of(json.dumps(found, ensure_ascii=False, default=str), f"a tool call of turn {number}")
     return found
-
-
-def _check_writable(value: Any, name: str) -> None:
-    try:
-        text_of(json.dumps(value, ensure_ascii=False, default=str), name)
-    except RecursionError:
-        raise BadRecordError(f"{name} is nested too deeply") from None
 
 
 def _function(value: Any) -> Any:

@@ -262,8 +262,6 @@ class _Client:
 
     def __init__(self) -> None:
         httpx, key = import_library("httpx", "answers from a server"), os.environ.get(KEY, "").strip()
-        if key and not (key.isascii() and key.isprintable()):
-            raise ValueError(f"{KEY}: expected printable ASCII, got other characters")
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         limits, timeout = httpx.Limits(max_connections=None), httpx.Timeout(SILENCE, connect=30.0)
         self.http, self._answered = httpx.AsyncClient(headers=headers, limits=limits, timeout=timeout), 0
@@ -290,8 +288,6 @@ class _Client:
                 why, told = f"HTTP {response.status_code}: {words!a}", response.headers.get("Retry-After", "")
                 if told.isascii() and told.isdecimal():
                     pause = max(pause, min(float(told), LONGEST_TOLD))
-            except httpx.InvalidURL as error:
-                raise ValueError(f"{NAME}: expected URLs such as http://host:8000/v1, got {url!a} ({error})") from error
             except httpx.RequestError as error:
                 why = f"{type(error).__name__}: {str(error)!a:.200}"
             if body is None and attempt == 1:

@@ -29,8 +29,8 @@ class TrainingBackbone:
         self.lora = lora
 
     @classmethod
-    def load(cls, config: Config, device: torch.device) -> TrainingBackbone:
-        """Load the model of a configuration, frozen except for an adapter or weights that the run trains.
+    def load(cls, config: Config, device: torch.device, frozen: bool = False) -> TrainingBackbone:
+        """Load the model of a configuration, with the adapter or the weights that the run trains unless it is `frozen`.
 
         On the device "meta" it has shapes only, and its weights are not read.
 
@@ -41,7 +41,7 @@ class TrainingBackbone:
         settings = config.model
         check_adaptable(config, None)
         dtype = DTYPES[settings.dtype]
-        if config.trains_backbone and not config.lora.enabled:
+        if config.trains_backbone and not config.lora.enabled and not frozen:
             dtype = torch.float32  # the optimiser's steps are smaller than 16 bits can add
         options: dict[str, Any] = {"dtype": dtype, "attn_implementation": settings.attention}
         if settings.quantization != "none":
@@ -64,6 +64,8 @@ class TrainingBackbone:
         if settings.quantization == "none" and device.type != "meta":
             torch.nn.Module.to(causal, device)
         found = cls(causal)
+        if frozen:
+            return found
         if config.lora.enabled:
             found.adapt(config)
         elif config.trains_backbone:
@@ -82,14 +84,8 @@ class TrainingBackbone:
 
         lora = config.lora
         check_adaptable(config, self.causal.config)
-        if lora.target == "all-linear":
-            targets = {
-                name.rpartition(".")[2]
-                for name, module in self.decoder.named_modules()
-                if isinstance(module, nn.Linear)
-            }
-        else:
-            targets = {name.strip() for name in lora.target.split(",")}
+        linear = (name for name, module in self.decoder.named_modules() if isinstance(module, nn.Linear))
+        targets = {name.rpartition(".")[2] for name in linear}
         if lora.lm_head:
             targets |= {name for name, module in self.causal.named_modules() if module is self.lm_head}
         settings = LoraConfig(

@@ -160,8 +160,7 @@ def _data(facts: CardFacts) -> list[str]:
 
 def _source(source: SourceConfig) -> list[str]:
     name = source.path if source.subset is None else f"{source.path} ({source.subset})"
-    hub = _on_hub(source.path)
-    return [name, source.format, source.split if hub else "", (source.revision or "newest") if hub else ""]
+    return [name, source.format, *([source.split, source.revision or "newest"] if _on_hub(source.path) else ["", ""])]
 
 
 def _generated(path: str, settings: Mapping[str, Any]) -> str:

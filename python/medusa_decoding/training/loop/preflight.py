@@ -72,11 +72,10 @@ def check(config: Config, processes: Processes, resume: bool = False) -> Path | 
     if config.heads.initial is not None:
         given_heads(config, int(model.hidden_size), vocabulary)
     if processes.sharded:
-        quantised = getattr(model, "quantization_config", None) is not None
         for broken, expected in (
             (config.data.cache_hidden is not None, "data.cache_hidden: expected null"),
             (config.model.quantization != "none", "model.quantization: expected none"),
-            (quantised, "model.name: expected a model that is not quantised"),
+            (getattr(model, "quantization_config", None), "model.name: expected a model that is not quantised"),
             (config.optimisation.optimizer != "adamw", "optimisation.optimizer: expected adamw"),
         ):
             if broken:
