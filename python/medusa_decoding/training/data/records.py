@@ -220,7 +220,7 @@ def parse_record(
     if form == "auto" and isinstance(raw, Mapping) and raw.get("input_ids") is not None:
         return _exact(raw, where)
     found, counted = interpret(raw, where, form), Counter() if notes is None else notes
-    messages = () if found.text is not None else tuple(_trimmed(list(found.messages), system, counted, seeds))
+    messages = () if found.text is not None else tuple(_trimmed(found.messages, system, counted, seeds))
     found.note_unread(counted)
     return replace(found, messages=messages)
 
@@ -361,14 +361,16 @@ def _whole_numbers(value: Any) -> Any:
     return found if found.dtype.kind == "i" else None
 
 
-def before_results(messages: Sequence[Message]) -> Sequence[Message]:
+def before_results(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     """Return the messages before the first result of a tool, which a model that writes its own answers may not call."""
     roles = [message["role"] for message in messages]
     first = roles.index("user") if "user" in roles else 0
     return messages[: roles.index("tool", first)] if "tool" in roles[first:] else messages
 
 
-def _trimmed(messages: list[Message], system: str | None, notes: Counter[str], seeds: bool) -> list[Message]:
+def _trimmed(
+    messages: Sequence[Mapping[str, Any]], system: str | None, notes: Counter[str], seeds: bool
+) -> list[Mapping[str, Any]]:
     roles = [message["role"] for message in messages]
     if "user" not in roles:
         raise BadRecordError("no user turn")
@@ -385,4 +387,4 @@ def _trimmed(messages: list[Message], system: str | None, notes: Counter[str], s
         notes["turns after the last assistant turn dropped"] += 1
     if system is not None and "system" not in roles[:last]:
         head = [{"role": "system", "content": system}]
-    return head + messages[first:last]
+    return [*head, *messages[first:last]]
