@@ -4,13 +4,6 @@
 // one vector, whose lanes are added at the end, so an element's additions have one order, whatever the number of tokens,
 // the tile and the thread: a token's result does not depend on the tokens beside it.
 
-// Registers decide the tile: 32 vectors with AVX-512 and NEON, 16 with AVX2 and SSE.
-#if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int kTileRows = 4, kTileTokens = 6;
-#else
-constexpr int kTileRows = 4, kTileTokens = 2;
-#endif
-
 // Bytes ahead of what is multiplied that memory is prefetched at the least: rows of few codes are shorter than a wait.
 constexpr int64_t kAhead = 4096;
 
@@ -75,23 +68,30 @@ MEDUSA_INLINE void finish(const F* acc, float* out, int64_t stride) {
 }
 
 // Calls run(rows, tables, step) for each step of columns of kRows rows, whose memory `ahead` bytes further on is
-// prefetched. The last step is padded with zeros.
+// prefetched; row r's table is tables[r * kTables]. The last step is padded with zeros.
 template <class W, int kRows, class Run>
 MEDUSA_INLINE void each_step(const Row* w, const Codes& codes, int64_t ahead, int64_t columns, const Run& run) {
-  const int64_t steps = columns / W::kStep, rest = columns - steps * W::kStep;
+  const int64_t steps = columns / W::kStep, rest = columns - steps * W::kStep, same = W::same_table(codes);
   const char* rows[kRows];
-  typename W::Table tables[kRows];
+  typename W::Table tables[kRows * kTables];
   MEDUSA_UNROLL
   for (int r = 0; r < kRows; ++r) rows[r] = w[r].data;
-  for (int64_t step = 0, piece = 0; step < steps; ++piece) {
+  const auto one_step = [&](int64_t table, int64_t step) MEDUSA_INLINED {
+    run(rows, tables + table, step);
     MEDUSA_UNROLL
-    for (int r = 0; r < kRows; ++r) tables[r] = W::table(w[r], codes, piece);
-    for (const int64_t end = least(steps, step + W::same_table(codes, steps)); step < end; ++step) {
-      run(rows, tables, step);
-      MEDUSA_UNROLL
-      for (int r = 0; r < kRows; ++r) {
-        rows[r] += W::kStepBytes;
-        __builtin_prefetch(rows[r] + ahead, 0, 2);
+    for (int r = 0; r < kRows; ++r) {
+      rows[r] += W::kStepBytes;
+      __builtin_prefetch(rows[r] + ahead, 0, 2);
+    }
+  };
+  for (int64_t step = 0, first = 0; step < steps; first += kTables) {
+    const int64_t now = least(kTables, blocks(steps, same) - first);
+    for (int r = 0; r < kRows; ++r) W::fill(w[r], codes, first, now, kRows, tables + r * kTables);
+    if (same == 1) {
+      for (int64_t i = 0; i < now; ++i) one_step(i, step++);
+    } else {
+      for (int64_t i = 0; i < now; ++i) {
+        for (const int64_t end = least(steps, step + same); step < end; ++step) one_step(i, step);
       }
     }
   }
@@ -101,7 +101,7 @@ MEDUSA_INLINE void each_step(const Row* w, const Codes& codes, int64_t ahead, in
     for (int r = 0; r < kRows; ++r) {
       __builtin_memcpy(last[r], rows[r], static_cast<size_t>(rest * W::kStepBytes / W::kStep));
       padded[r] = last[r];
-      tables[r] = W::table(w[r], codes, steps);
+      W::fill(w[r], codes, steps, 1, kRows, tables + r * kTables);
     }
     run(padded, tables, steps);
   }
@@ -118,7 +118,7 @@ inline void tile(const Row* w, const Codes& codes, int64_t ahead, const typename
     for (int part = 0; part < W::kParts; ++part) {
       typename W::X parts[kRows];
       MEDUSA_UNROLL
-      for (int r = 0; r < kRows; ++r) parts[r] = W::part(rows[r], part, tables[r]);
+      for (int r = 0; r < kRows; ++r) parts[r] = W::part(rows[r], part, tables[r * kTables]);
       MEDUSA_UNROLL
       for (int t = 0; t < kTokens; ++t) {
         MEDUSA_UNROLL
@@ -157,7 +157,7 @@ inline void passes(const Row* w, const Codes& codes, int64_t ahead, const typena
         for (int r = 0; r < kRows; ++r) {
           char* to = widened + (r * vectors + step * W::kParts) * kBytes;
           MEDUSA_UNROLL
-          for (int part = 0; part < W::kParts; ++part) store(to + part * kBytes, W::part(rows[r], part, tables[r]));
+          for (int part = 0; part < W::kParts; ++part) store(to + part * kBytes, W::part(rows[r], part, tables[r * kTables]));
         }
       });
       Row wide[kRows];
@@ -186,11 +186,23 @@ inline void product(const void* weight, int64_t w_stride, const int64_t* map, in
                codes.zero == nullptr ? nullptr : codes.zero + own * codes.groups};
   };
   int64_t row = 0;
-  for (; row + kTileRows <= rows; row += kTileRows) {
-    Row w[kTileRows];
-    for (int r = 0; r < kTileRows; ++r) w[r] = at(row + r);
-    passes<W, kTileRows>(w, codes, kTileRows * w_stride > kAhead ? kTileRows * w_stride : kAhead, x, tokens, columns, out + row, stride);
+  const auto tiles = [&](auto count) MEDUSA_INLINED {
+    constexpr int kRows = decltype(count)::value;
+    const int64_t ahead = kRows * w_stride > kAhead ? kRows * w_stride : kAhead;
+    for (; row + kRows <= rows; row += kRows) {
+      Row w[kRows];
+      for (int r = 0; r < kRows; ++r) w[r] = at(row + r);
+      if constexpr (kRows > kTileRows) {
+        tile<W, kRows, 1>(w, codes, ahead, x, columns, out + row, stride);
+      } else {
+        passes<W, kRows>(w, codes, ahead, x, tokens, columns, out + row, stride);
+      }
+    }
+  };
+  if constexpr (kLoneRows > kTileRows) {
+    if (tokens == 1) tiles(std::integral_constant<int, kLoneRows>{});
   }
+  tiles(std::integral_constant<int, kTileRows>{});
   for (; row < rows; ++row) {
     const Row w = at(row);
     passes<W, 1>(&w, codes, w_stride, x, tokens, columns, out + row, stride);

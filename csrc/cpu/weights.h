@@ -20,11 +20,24 @@ struct Codes {
 
 MEDUSA_INLINE void multiply(F& sum, F x, F w) { sum = w * x + sum; }
 
+// Registers decide the tile: 32 vectors with AVX-512 and NEON, 16 with AVX2 and SSE. One token alone may meet more rows:
+// its sums are too few to hide how long an addition takes.
+#if defined(__AVX512F__)
+constexpr int kTileRows = 4, kTileTokens = 6, kLoneRows = 8;
+#elif defined(__aarch64__)
+constexpr int kTileRows = 4, kTileTokens = 6, kLoneRows = 4;
+#else
+constexpr int kTileRows = 4, kTileTokens = 2, kLoneRows = 4;
+#endif
+
+// Tables of a row that are made at once and wait in memory: beside the sums there are no registers for them.
+constexpr int64_t kTables = 32;
+
 // A form whose numbers do not depend on their column.
 struct OneTable {
   struct Table {};
-  static MEDUSA_INLINE Table table(const Row&, const Codes&, int64_t) { return {}; }
-  static MEDUSA_INLINE int64_t same_table(const Codes&, int64_t steps) { return steps; }
+  static MEDUSA_INLINE void fill(const Row&, const Codes&, int64_t, int64_t, int64_t, Table*) {}
+  static MEDUSA_INLINE int64_t same_table(const Codes&) { return int64_t{1} << 40; }
 };
 
 struct Float32Weight : OneTable {
@@ -94,23 +107,34 @@ struct SixteenFloats {
   F v[16 / kLanes];
 };
 
-MEDUSA_INLINE SixteenFloats values_of(const Row& row, const Codes& codes, int64_t group) {
-  const float zero = codes.type != kInt4 ? 0.0f : row.zero == nullptr ? 8.0f : float(row.zero[group]);
-  SixteenFloats table;
+// Calls run(values) with a function of what the codes stand for in a group of the row, one of `count` from `first` on. The
+// scales and zero points that the next tile needs first are prefetched: without them it cannot begin.
+template <class Run>
+MEDUSA_INLINE void with_values(const Row& row, const Codes& codes, int64_t first, int64_t count, int64_t tile_rows,
+                               const Run& run) {
+  constexpr int kVectors = 16 / kLanes;
+  const float middle = codes.type == kInt4 && row.zero == nullptr ? 8.0f : 0.0f;
+  SixteenFloats values;
   MEDUSA_UNROLL
-  for (int i = 0; i < 16 / kLanes; ++i) {
-    table.v[i] = (load<F>(kValues[codes.type - kInt4] + i * kLanes) - zero) * row.scale[group];
+  for (int i = 0; i < kVectors; ++i) values.v[i] = load<F>(kValues[codes.type - kInt4] + i * kLanes) - middle;
+  const int64_t next = tile_rows * codes.groups + first;
+  for (int64_t i = 0; i < count; i += 64 / sizeof(float)) __builtin_prefetch(row.scale + next + i, 0, 3);
+  if (row.zero == nullptr) {
+    run([&](int64_t group) MEDUSA_INLINED {
+      SixteenFloats found;
+      for (int i = 0; i < kVectors; ++i) found.v[i] = values.v[i] * row.scale[group];
+      return found;
+    });
+  } else {
+    __builtin_prefetch(row.zero + next, 0, 3);
+    float zeros[2 * kTables] = {};
+    for (int64_t i = 0; i < least(count, codes.groups - first); ++i) zeros[i] = float(row.zero[first + i]);
+    run([&](int64_t group) MEDUSA_INLINED {
+      SixteenFloats found;
+      for (int i = 0; i < kVectors; ++i) found.v[i] = (values.v[i] - zeros[group - first]) * row.scale[group];
+      return found;
+    });
   }
-  return table;
-}
-
-// The groups of the two halves of a step that is longer than a group, or not a whole number of steps into one.
-template <int kStep>
-MEDUSA_INLINE void groups_of(const Codes& codes, int64_t step, int64_t& lower, int64_t& upper) {
-  constexpr int kHalf = kStep / 2;
-  lower = codes.group == kHalf ? 2 * step : step * kStep / codes.group;
-  upper = codes.group == kHalf ? 2 * step + 1 : (step * kStep + kHalf) / codes.group;
-  upper = least(upper, codes.groups - 1);  // half of the last step may be padding
 }
 
 // Codes of 4 bits: the lower halves of bytes, then the upper ones. With kHalves the columns of each half of a step may be
@@ -121,30 +145,35 @@ struct FourBits {
   using Wide = Float32Weight;
   static constexpr int kParts = 2, kStep = 2 * kLanes, kStepBytes = kLanes;
   struct Table {
-    SixteenFloats lower, upper;
+    SixteenFloats half[kHalves ? 2 : 1];
   };
-  static MEDUSA_INLINE Table table(const Row& row, const Codes& codes, int64_t piece) {
-    if (!kHalves) return {values_of(row, codes, piece), {}};
-    int64_t lower, upper;
-    groups_of<kStep>(codes, piece, lower, upper);
-    return {values_of(row, codes, lower), values_of(row, codes, upper)};
+  static MEDUSA_INLINE void fill(const Row& row, const Codes& codes, int64_t first, int64_t count, int64_t tile_rows, Table* to) {
+    const auto group_at = [&](int64_t step, int64_t half) {  // half of the last step may be padding
+      return kHalves ? least((2 * step + half) * kStep / 2 / codes.group, codes.groups - 1) : step;
+    };
+    with_values(row, codes, group_at(first, 0), kHalves ? 2 * count : count, tile_rows, [&](const auto& values) MEDUSA_INLINED {
+      for (int64_t i = 0; i < count; ++i) {
+        to[i].half[0] = values(group_at(first + i, 0));
+        if constexpr (kHalves) to[i].half[1] = values(group_at(first + i, 1));
+      }
+    });
   }
-  static MEDUSA_INLINE int64_t same_table(const Codes& codes, int64_t) { return kHalves ? 1 : codes.group / kStep; }
+  static MEDUSA_INLINE int64_t same_table(const Codes& codes) { return kHalves ? 1 : codes.group / kStep; }
   static MEDUSA_INLINE F part(const char* w, int part, const Table& table) {
     I at = widened<false>(w);
     at = part == 0 ? at : at >> 4;
 #if defined(__AVX512F__)
-    if (!kHalves) return F(_mm512_maskz_permutexvar_ps(0xffff, __m512i(at), __m512(table.lower.v[0])));
+    if constexpr (!kHalves) return F(_mm512_maskz_permutexvar_ps(0xffff, __m512i(at), __m512(table.half[0].v[0])));
     const I half{0, 0, 0, 0, 0, 0, 0, 0, 16, 16, 16, 16, 16, 16, 16, 16};
-    return F(_mm512_permutex2var_ps(__m512(table.lower.v[0]), __m512i((at & 15) | half), __m512(table.upper.v[0])));
+    return F(_mm512_permutex2var_ps(__m512(table.half[0].v[0]), __m512i((at & 15) | half), __m512(table.half[kHalves].v[0])));
 #elif defined(__AVX2__)
-    const __m256 low = _mm256_permutevar8x32_ps(__m256(table.lower.v[0]), __m256i(at));
-    const __m256 high = _mm256_permutevar8x32_ps(__m256(table.lower.v[1]), __m256i(at));
+    const __m256 low = _mm256_permutevar8x32_ps(__m256(table.half[0].v[0]), __m256i(at));
+    const __m256 high = _mm256_permutevar8x32_ps(__m256(table.half[0].v[1]), __m256i(at));
     return F(_mm256_blendv_ps(low, high, __m256(at << 28)));
 #else
     F found;
     for (int lane = 0; lane < kLanes; ++lane) {
-      found[lane] = reinterpret_cast<const float*>(&table.lower)[at[lane] & 15];
+      found[lane] = reinterpret_cast<const float*>(&table)[at[lane] & 15];
     }
     return found;
 #endif
@@ -195,19 +224,25 @@ struct FourBitPairs {
   using Wide = BFloat16PairWeight;
   static constexpr int kParts = 2, kStep = 4 * kLanes, kStepBytes = 2 * kLanes;
   using Table = __m512i;
-  static MEDUSA_INLINE Table table(const Row& row, const Codes& codes, int64_t piece) {
-    int64_t lower = piece, upper = piece;
-    if (kHalves) groups_of<kStep>(codes, piece, lower, upper);
-    const F first = values_of(row, codes, lower).v[0], second = kHalves ? values_of(row, codes, upper).v[0] : first;
-    return __m512i(_mm512_cvtne2ps_pbh(__m512(second), __m512(first)));
+  static MEDUSA_INLINE void fill(const Row& row, const Codes& codes, int64_t first, int64_t count, int64_t tile_rows, Table* to) {
+    constexpr int kGroups = kHalves ? 2 : 1;
+    with_values(row, codes, kGroups * first, kGroups * count, tile_rows, [&](const auto& values) MEDUSA_INLINED {
+      const auto table = [&](int64_t lower, int64_t upper) MEDUSA_INLINED {
+        return __m512i(_mm512_cvtne2ps_pbh(__m512(values(upper).v[0]), __m512(values(lower).v[0])));
+      };
+      const int64_t end = first + count, whole = least(end, codes.groups / kGroups);
+      for (int64_t i = first; i < whole; ++i) to[i - first] = table(kGroups * i, kGroups * i + kGroups - 1);
+      if (whole < end) to[whole - first] = table(codes.groups - 1, codes.groups - 1);  // half of the last step is padding
+    });
   }
-  static MEDUSA_INLINE int64_t same_table(const Codes& codes, int64_t) { return kHalves ? 1 : codes.group / kStep; }
-  static MEDUSA_INLINE X part(const char* w, int part, Table table) {
+  static MEDUSA_INLINE int64_t same_table(const Codes& codes) { return kHalves ? 1 : codes.group / kStep; }
+  static MEDUSA_INLINE X part(const char* w, int part, const Table& table) {
     __m512i at = _mm512_maskz_cvtepu8_epi16(0xffffffff, load<__m256i>(w));
     if (part == 1) at = _mm512_maskz_srli_epi16(0xffffffff, at, 4);
-    // Bit 4 chooses between the halves of the table.
-    if (kHalves) at = __m512i((U(at) & 0xf000fu) | U{0, 0, 0, 0, 0, 0, 0, 0, 0x100010, 0x100010, 0x100010, 0x100010,
-                                                    0x100010, 0x100010, 0x100010, 0x100010});
+    if (kHalves) {  // bit 4 chooses between the halves of the table
+      const U half{0, 0, 0, 0, 0, 0, 0, 0, 0x100010, 0x100010, 0x100010, 0x100010, 0x100010, 0x100010, 0x100010, 0x100010};
+      at = __m512i((part == 1 ? U(at) : U(at) & 0xf000fu) | half);
+    }
     return X(_mm512_maskz_permutexvar_epi16(0xffffffff, at, table));
   }
 };
@@ -231,7 +266,7 @@ MEDUSA_INLINE bool with_weight(int64_t type, const Run& run, int64_t group = 0) 
     if (group % Four::kStep == 0) {
       run(Four{});
     } else if constexpr (Four::kStep > 16) {
-      if (group % (Four::kStep / 2) == 0) {
+      if (group == Four::kStep / 2) {
         run(typename Forms<A>::template Four<true>{});
       } else {
         run(FourBits<true>{});
