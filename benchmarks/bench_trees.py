@@ -20,18 +20,18 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import harness
-from medusa_decoding.calibration.collect import calibrate
-from medusa_decoding.calibration.expected import expect, search_trees
-from medusa_decoding.calibration.texts import Settings, Writer
 from medusa_decoding.checkpoints import find_base_model, pretrained
 from medusa_decoding.demo import CHECKPOINT
 from medusa_decoding.evaluation import interval
 from medusa_decoding.evaluation.prompts import Prompt, read_prompts
 from medusa_decoding.model import MedusaModel
-from medusa_decoding.trees.calibration import Calibration
-from medusa_decoding.trees.replay import walk
-from medusa_decoding.trees.search import walked_tree
 from medusa_decoding.trees.tree import Tree
+from medusa_decoding.tuning.calibration import Calibration
+from medusa_decoding.tuning.collect import calibrate
+from medusa_decoding.tuning.expected import expect, search_trees
+from medusa_decoding.tuning.replay import walk
+from medusa_decoding.tuning.search import walked_tree
+from medusa_decoding.tuning.texts import Settings, Writer
 from recipes.demo.requests import draw
 
 SIZES = (4, 8, 16, 32, 64)

@@ -43,9 +43,9 @@ from medusa_decoding.model import MedusaModel
 from medusa_decoding.training.data.answer_states import AnswerStates
 from medusa_decoding.training.data.encoding import Example
 from medusa_decoding.training.distill.record_file import STATES
-from medusa_decoding.trees.calibration import NONE, Calibration
-from medusa_decoding.trees.replay import walk
-from medusa_decoding.trees.search import walked_tree
+from medusa_decoding.tuning.calibration import NONE, Calibration
+from medusa_decoding.tuning.replay import walk
+from medusa_decoding.tuning.search import walked_tree
 
 NAME = "selector"
 SIZES = (8, 16)  # nodes of the trees
@@ -208,7 +208,7 @@ def ranked(trunk: Trunk, terms: dict[str, Term], texts: Texts, prompts: Sequence
             hits = order == targets[..., None]
             ranks = hits.int().argmax(-1).where(hits.any(-1), NONE)
             found[name].append([tuple(map(tuple, ranks.t().tolist()))])
-    return {name: Calibration.of(trunk.heads.num_heads, RANKS, of_way) for name, of_way in found.items()}
+    return {name: Calibration(trunk.heads.num_heads, RANKS, of_way) for name, of_way in found.items()}
 
 
 def cost(heads: MedusaHeads) -> dict[str, dict[str, float]]:

@@ -23,8 +23,8 @@ from medusa_decoding.evaluation import read_prompts
 from medusa_decoding.evaluation.own_text import accuracy_of_texts
 from medusa_decoding.evaluation.prompts import Conversations
 from medusa_decoding.model import MedusaModel, MedusaOutput
-from medusa_decoding.trees import search
 from medusa_decoding.trees.tree import Tree
+from medusa_decoding.tuning import search
 
 DEMO = "the embedded demo checkpoint"
 DEMO_PROMPTS = "held-out requests of the demo model"

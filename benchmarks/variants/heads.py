@@ -21,7 +21,6 @@ from benchmarks.simulator.devices import DEVICES
 from benchmarks.simulator.operators import Operator, total_seconds
 from benchmarks.simulator.shapes import SHAPES
 from benchmarks.variants.variant import BASE, Figures, Variant, as_json, chosen, config, file_name, train_all
-from medusa_decoding.calibration.texts import Settings, Writer, Written
 from medusa_decoding.checkpoints import pretrained, read_heads
 from medusa_decoding.cli import main as medusa
 from medusa_decoding.cli.train import read_config
@@ -36,10 +35,11 @@ from medusa_decoding.training import config_schema, train
 from medusa_decoding.training.config import HeadsConfig
 from medusa_decoding.training.data.records import prompt_key
 from medusa_decoding.training.loop.heads import new_heads
-from medusa_decoding.trees.calibration import NONE, Calibration
-from medusa_decoding.trees.replay import walk
-from medusa_decoding.trees.search import walked_tree
 from medusa_decoding.trees.tree import Tree
+from medusa_decoding.tuning.calibration import NONE, Calibration
+from medusa_decoding.tuning.replay import walk
+from medusa_decoding.tuning.search import walked_tree
+from medusa_decoding.tuning.texts import Settings, Writer, Written
 from recipes.demo.requests import draw
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "demo-cpu.yaml"
@@ -296,7 +296,7 @@ class Run:
         for prompt, new, seed in answers:
             ranks = own_text_ranks(model, prompt + new, len(prompt), temperature=self._args.temperature, seed=seed)
             texts.append([tuple(map(tuple, ranks.clamp(min=NONE).tolist()))])
-        return Calibration.of(model.heads.num_heads, min(RANKS, model.heads.num_candidates), texts)
+        return Calibration(model.heads.num_heads, min(RANKS, model.heads.num_candidates), texts)
 
 
 def _unique(file: str | None) -> dict[bytes, Prompt]:

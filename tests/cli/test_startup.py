@@ -5,9 +5,10 @@ import subprocess
 import sys
 
 import pytest
+from calibrations import with_counts
 
 from medusa_decoding.cli import COMMANDS, main
-from medusa_decoding.trees.calibration import NONE, Calibration
+from medusa_decoding.tuning.calibration import NONE
 
 SLOW = {"torch", "transformers", "triton", "numpy", "rich", "accelerate"}
 RUN = """
@@ -53,7 +54,7 @@ def test_every_command_has_help_with_an_example(capsys):
 
 
 def test_trees_import_no_torch(tmp_path):
-    Calibration(2, 2, {(0, 0): 5, (1, 1): 4, (NONE, NONE): 1}).save(tmp_path / "c.json")
+    with_counts({(0, 0): 5, (1, 1): 4, (NONE, NONE): 1}).save(tmp_path / "c.json")
     for argv in (
         ["tree", "show", "chain:2", "--accuracies", tmp_path / "c.json"],
         ["tree", "search", "--calibration", tmp_path / "c.json", "--nodes", "3", "--held-out", tmp_path / "c.json"],

@@ -5,39 +5,42 @@ import re
 import shutil
 
 import pytest
+from calibrations import with_counts
 
 from medusa_decoding import Tree
 from medusa_decoding.cli import main, tune
-from medusa_decoding.trees.calibration import NONE, Calibration
+from medusa_decoding.tuning.calibration import NONE, Calibration
 from medusa_decoding.tuning.step_timer import Latency
 
 # Heads that are right together: after rank 0 only rank 0, after rank 1 only rank 1.
-TOGETHER = Calibration(2, 2, {(0, 0): 5, (1, 1): 4, (NONE, NONE): 1})
+TOGETHER = {(0, 0): 5, (1, 1): 4, (NONE, NONE): 1}
 
 
 @pytest.fixture
 def file(tmp_path):
-    TOGETHER.save(tmp_path / "c.json")
+    with_counts(TOGETHER).save(tmp_path / "c.json")
     return str(tmp_path / "c.json")
 
 
 # The same as texts: of 8 positions of one, steps with rank 0 alone start at 0, 2, 3, 5, 6.
-WALKED = Calibration.of(2, 2, [[((0, 0), (0, 0), (1, 1)) * 2 + ((0, 0), (0, NONE))], [((1, 1), (NONE, NONE))]])
+WALKED = Calibration(2, 2, [[((0, 0), (0, 0), (1, 1)) * 2 + ((0, 0), (0, NONE))], [((1, 1), (NONE, NONE))]])
 
 
 def test_search_compares_its_methods(capsys, file, tmp_path):
-    Calibration(2, 2, {(0, 0): 1, (1, 0): 1, (0, NONE): 2}).save(tmp_path / "other.json")
+    with_counts({(0, 0): 1, (1, 0): 1, (0, NONE): 2}).save(tmp_path / "other.json")
     argv = ["tree", "search", "--calibration", file, "--nodes", "3,5"]
     assert main(argv) == 0
     out = capsys.readouterr().out
-    rows = out.splitlines()[1:5]
+    rows = out.splitlines()[1:7]
+    # Walked: 20 tokens, in two steps per text whose first position the tree has not.
     assert [row.split() for row in rows] == [
-        ["3", "products", "0", "1.900", "1.900", "unknown"],
-        ["3", "paths", "1", "1.750", "2.000", "unknown"],
-        ["5", "products", "0", "2.350", "2.400", "unknown"],
-        ["5", "paths", "1", "2.310", "2.800", "unknown"],
+        ["3", "products", "0", "1.900", "1.900", "1.818"],
+        ["3", "paths", "1", "1.750", "2.000", "1.333"],
+        ["3", "walk", "0", "1.900", "1.900", "1.818"],
+        ["5", "products", "0", "2.350", "2.400", "1.818"],
+        ["5", "paths", "1", "2.310", "2.800", "1.818"],
+        ["5", "walk", "1", "2.310", "2.800", "1.818"],
     ]
-    assert "Not walked: the calibration was made before texts were kept" in out
     assert main([*argv, "--held-out", str(tmp_path / "other.json"), "--json"]) == 0
     three, five = (json.loads(line) for line in capsys.readouterr().out.splitlines())
     assert three["nodes"] == 3
@@ -48,7 +51,7 @@ def test_search_compares_its_methods(capsys, file, tmp_path):
     assert three["paths"]["different_nodes"] == 1
     assert five["paths"]["tree"] == [[0], [1], [0, 0], [1, 1]]
     assert main([*argv, "--held-out", str(tmp_path / "other.json")]) == 0
-    assert capsys.readouterr().out.splitlines()[1].split()[-2:] == ["2.000", "unknown"]
+    assert capsys.readouterr().out.splitlines()[1].split()[-2:] == ["2.000", "2.000"]
 
 
 MADE = {"heads": "a1", "base_model": "b1", "prompts": {"count": 2, "hash": "c1", "each": ["d1", "d2"]}}
@@ -66,7 +69,7 @@ MADE = {"heads": "a1", "base_model": "b1", "prompts": {"count": 2, "hash": "c1",
 def test_held_out_counts_are_of_other_prompts_and_the_same_heads(capsys, tmp_path, other, words):
     overlapping = {"prompts": {"count": 2, "hash": "c2", "each": ["d2", "d3"]}}
     for name, made in (("c", MADE), ("held", MADE | overlapping | other)):
-        Calibration(2, 2, TOGETHER.paths, made).save(tmp_path / f"{name}.json")
+        with_counts(TOGETHER, made=made).save(tmp_path / f"{name}.json")
     argv = ["tree", "search", "--calibration", str(tmp_path / "c.json"), "--held-out", str(tmp_path / "held.json")]
     code = main([*argv, "--nodes", "3"])
     captured = capsys.readouterr()
@@ -113,12 +116,12 @@ def test_search_saves_a_tree_that_show_draws(capsys, file, tmp_path):
     ("settings", "name"), [({}, "medusa_tree.json"), ({"temperature": 0.7}, "medusa_tree_sampling.json")]
 )
 def test_search_saves_into_a_folder_by_the_temperature_of_the_texts(tmp_path, settings, name):
-    Calibration(2, 2, TOGETHER.paths, {"settings": settings}).save(tmp_path / "c.json")
+    with_counts(TOGETHER, made={"settings": settings}).save(tmp_path / "c.json")
     (tmp_path / "heads").mkdir()
     argv = ["tree", "search", "--calibration", str(tmp_path / "c.json"), "--nodes", "3"]
     assert main([*argv, "--save", str(tmp_path / "heads")]) == 0
     assert [file.name for file in (tmp_path / "heads").iterdir()] == [name]
-    assert Tree.load(tmp_path / "heads" / name) == Tree([[0], [0, 0]])
+    assert Tree.load(tmp_path / "heads" / name) == Tree([[0], [1]])
 
 
 @pytest.fixture
@@ -191,7 +194,6 @@ def test_show_draws_the_tuned_trees_and_says_what_was_not_compared(capsys, heads
         (["search", "--calibration", "missing.json"], "missing.json"),
         (["search", "--calibration", "PLAIN"], r"a.json: expected a file that `medusa calibrate` wrote"),
         (["search", "--calibration", "FILE", "--nodes", "8"], "num_nodes: expected at most 7 with these heads, got 8"),
-        (["search", "--calibration", "FILE", "--nodes", "2", "--by", "walk", "--save", "t.json"], "with its texts"),
         (["show", "chain:3", "--accuracies", "FILE"], "depth 3, expected at most 2"),
     ],
 )

@@ -211,14 +211,15 @@ def test_texts_of_a_calibration_are_walked(tune, folder, calibration, monkeypatc
     assert json.loads((folder / "tuning.json").read_text())["weighed"] == "walked"
     with MedusaModel.from_pretrained(folder, dtype="float32") as model:
         assert model.tree_choice().reason.startswith("`medusa tune` could not tell")
-    # Without texts there is nothing to walk, and --check reports the change.
+    # --check reports that it has changed, and that it is gone.
     values = json.loads(calibration.read_text())
-    (folder / "calibration.json").write_text(json.dumps({k: values[k] for k in values if k not in ("texts", "format")}))
+    (folder / "calibration.json").write_text(json.dumps(values | {"made": values["made"] | {"more": 1}}))
     code, out, _ = tune("--check", "--json")
-    assert (code, json.loads(out)["notes"]) == (
-        0,
-        ["the calibration calibration.json has changed", "expected tokens were walked, would be independent"],
-    )
+    [note] = json.loads(out)["notes"]
+    assert re.fullmatch(r"calibration was calibration.json \((\w+)\), is calibration.json \((?!\1)\w+\)", note)
+    (folder / "calibration.json").unlink()
+    code, out, _ = tune("--check", "--json")
+    assert (code, "No such file" in json.loads(out)["notes"][0]) == (0, True)
 
 
 def test_a_calibration_of_other_heads_is_refused_or_reported_as_unchecked(tune, calibration):

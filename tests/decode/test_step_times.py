@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 import pytest
@@ -66,12 +65,12 @@ ENTRY = {"batch": 1, "rows": 0, "nodes": 4, "seconds": [0.1]}
 @pytest.mark.parametrize(
     ("entries", "words"),
     [
-        (None, "step_times: expected a list, got NoneType"),
-        ([ENTRY | {"seconds": [0.1, -1.0]}], "expected seconds above 0, got -1.0"),
-        ([ENTRY | {"nodes": 0}], "expected nodes of at least 1, got 0"),
+        (None, "Input should be a valid list, got None"),
+        ([ENTRY | {"seconds": [0.1, -1.0]}], "0.seconds.1: Input should be greater than 0, got -1.0"),
+        ([ENTRY | {"nodes": 0}], "0.nodes: Input should be greater than or equal to 1, got 0"),
     ],
 )
 def test_damaged_files_are_refused(entries, words):
-    text = json.dumps({"device": "d", "model": "m", "step_times": entries})
+    values = {"device": "d", "model": "m", "step_times": entries}
     with pytest.raises(ValueError, match=words):
-        StepTimes.from_json(text, device="d", model="m")
+        StepTimes.from_json(values, device="d", model="m")

@@ -13,7 +13,7 @@ from limits import MIB, bounded
 from medusa_decoding.checkpoints.accuracies import read_accuracies
 from medusa_decoding.checkpoints.tuning_file import Tuning
 from medusa_decoding.files import parse_json, read_json, read_json_object
-from medusa_decoding.trees.calibration import Calibration
+from medusa_decoding.tuning.calibration import Calibration
 
 HOSTILE = {
     "cut off": (b'{"a": 1', "does not parse"),

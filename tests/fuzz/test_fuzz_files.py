@@ -15,9 +15,10 @@ from medusa_decoding.cli import _arguments, chat
 from medusa_decoding.cli.tree import find_shares
 from medusa_decoding.decode.adaptive.step_times import StepTimes
 from medusa_decoding.evaluation import read_prompts
+from medusa_decoding.files import read_json
 from medusa_decoding.training import config_schema
 from medusa_decoding.training.config import Config
-from medusa_decoding.trees.calibration import Calibration
+from medusa_decoding.tuning.calibration import Calibration
 
 TREE = Tree([[0], [1], [0, 0]])
 
@@ -38,7 +39,7 @@ READERS = {
     "calibration": Calibration.load,
     "shares": lambda path: find_shares(TREE, path),
     "device": read_device,
-    "step times": lambda path: StepTimes.from_json(path.read_bytes().decode("utf-8", "replace"), device="d", model="m"),
+    "step times": lambda path: StepTimes.from_json(read_json(path), device="d", model="m"),
 }
 
 

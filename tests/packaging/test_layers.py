@@ -35,7 +35,6 @@ training.loss training.distill
 training.loop
 training
 evaluation
-calibration
 tuning
 cli
 __main__

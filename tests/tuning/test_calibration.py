@@ -6,15 +6,16 @@ from collections import Counter
 
 import pytest
 import torch
+from calibrations import with_counts
 
 from medusa_decoding import MedusaModel, Tree
-from medusa_decoding.calibration import collect as module
-from medusa_decoding.calibration.collect import calibrate
-from medusa_decoding.calibration.texts import Settings, Writer
 from medusa_decoding.checkpoints.accuracies import read_accuracies
 from medusa_decoding.evaluation import Prompt
 from medusa_decoding.generation.request import row_seed
-from medusa_decoding.trees.calibration import NONE, Calibration, wilson
+from medusa_decoding.tuning import collect as module
+from medusa_decoding.tuning.calibration import NONE, Calibration, wilson
+from medusa_decoding.tuning.collect import calibrate
+from medusa_decoding.tuning.texts import Settings, Writer
 from medusa_kernels import gumbel_noise
 
 K = 3
@@ -32,7 +33,7 @@ PROMPTS = [
 @pytest.fixture
 def counted():
     """Ten positions of two heads, two ranks each."""
-    return Calibration(2, 2, {(0, 1): 4, (0, NONE): 2, (NONE, 1): 1, (1, 0): 2, (NONE, NONE): 1}, {"texts": 3})
+    return with_counts({(0, 1): 4, (0, NONE): 2, (NONE, 1): 1, (1, 0): 2, (NONE, NONE): 1}, made={"texts": 10})
 
 
 def test_accuracies_and_hits_by_hand(counted):
@@ -67,17 +68,17 @@ def test_trees_that_were_not_counted_are_refused(counted, choices, words):
 
 
 @pytest.mark.parametrize(
-    ("heads", "ranks", "paths", "words"),
+    ("ranks", "text", "words"),
     [
-        (2, 2, {(0, 2): 1}, r"expected 2 ranks below 2 \(or -1\) each, got \[0, 2\]"),
-        (2, 2, {(0, 1): 0}, r"a count from 1 for \[0, 1\], got 0"),
-        (2, 2, {}, "give at least one"),
-        (2, 11, {(0, 0): 1}, "ranks: expected a whole number from 1 to 10, got 11"),
+        (2, ((0, 2), (0, NONE)), r"expected 2 ranks below 2 .*, got \[0, 2\]"),
+        (2, ((0, 1), (0, 0)), r"which they are beyond the text's end\) a position, got \[0, 0\] with 1 tokens to come"),
+        (2, ((0, NONE),), "expected one of more than 2 tokens"),
+        (11, ((0, 0), (0, NONE)), "ranks: expected a whole number from 1 to 10, got 11"),
     ],
 )
-def test_bad_counts_are_refused(heads, ranks, paths, words):
+def test_bad_texts_are_refused(ranks, text, words):
     with pytest.raises(ValueError, match=words):
-        Calibration(heads, ranks, paths)
+        Calibration(2, ranks, [[text]])
 
 
 @pytest.mark.parametrize(
@@ -113,7 +114,7 @@ def test_only_positions_with_targets_for_all_heads_are_counted(tmp_path):
         [((NONE, NONE),)],
         [(), ((0, 1), (0, NONE))],  # a text of one token has nothing to rank
     ]
-    found = Calibration.of(2, 2, texts, {"a": 1})
+    found = Calibration(2, 2, texts, {"a": 1})
     assert found.paths == {(0, 1): 2, (NONE, 0): 1}
     found.save(tmp_path / "c.json")
     values = json.loads((tmp_path / "c.json").read_text())
@@ -125,16 +126,16 @@ def test_only_positions_with_targets_for_all_heads_are_counted(tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda values: values.clear(), "expected made, accuracy, ranks and paths"),
-        (lambda values: values["accuracy"]["hits"][0].__setitem__(0, 5), "that the paths add up to"),
-        (lambda values: values.update(format=3), "format: expected 1 or 2, got 3"),
+        (lambda values: values.pop("texts"), "expected made, accuracy, ranks and texts"),
+        (lambda values: values["accuracy"]["hits"][0].__setitem__(0, 5), "that the texts add up to"),
+        (lambda values: values.update(format=3), "format: expected 2, got 3; run `medusa calibrate` again"),
         (lambda values: values["texts"][0].__setitem__(0, "010"), "expected 2 ranks a position, got 3 in all"),
         (lambda values: values["texts"][0].__setitem__(0, "020-"), r"2 ranks below 2 .*got \[0, 2\]"),
-        (lambda values: values["texts"].pop(), "the very paths that were counted"),
+        (lambda values: values["texts"].pop(), "that the texts add up to"),
     ],
 )
 def test_damaged_files_are_refused(tmp_path, change, words):
-    values = Calibration.of(2, 2, [[((0, 1), (0, NONE))], [((1, 1), (1, NONE))]]).to_json()
+    values = Calibration(2, 2, [[((0, 1), (0, NONE))], [((1, 1), (1, NONE))]]).to_json()
     change(values)
     (tmp_path / "c.json").write_text(json.dumps(values))
     with pytest.raises(ValueError, match=rf"c.json: expected a file that `medusa calibrate` wrote, .*{words}"):

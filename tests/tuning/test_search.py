@@ -5,13 +5,14 @@ import math
 import random
 
 import pytest
+from calibrations import with_counts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medusa_decoding import Tree
-from medusa_decoding.calibration.expected import PATHS, PRODUCTS, WALK, search_trees
-from medusa_decoding.trees.calibration import NONE, Calibration
-from medusa_decoding.trees.search import joint_tree, most_nodes
+from medusa_decoding.tuning.calibration import NONE, Calibration
+from medusa_decoding.tuning.expected import PATHS, PRODUCTS, WALK, search_trees
+from medusa_decoding.tuning.search import joint_tree, most_nodes
 
 
 def every_tree(heads, ranks, size):
@@ -39,7 +40,7 @@ def counts(draw):
     heads, ranks = draw(st.sampled_from([(1, 4), (2, 2), (2, 3), (3, 2)]))
     rank = st.integers(NONE, ranks - 1)
     paths = draw(st.dictionaries(st.tuples(*[rank] * heads), st.integers(1, 20), min_size=1, max_size=12))
-    return Calibration(heads, ranks, paths)
+    return with_counts(paths, ranks)
 
 
 @given(counts(), st.integers(0, 4))
@@ -73,7 +74,7 @@ def test_products_search_is_the_best_of_all_trees(seed, shape, size):
 
 def test_unseen_paths_are_ordered_by_their_product():
     # [0, 0] is seen; of the rest, all equal, the likeliest by product is [1, 0]: 0.25 * 0.5.
-    calibration = Calibration(2, 2, {(0, 0): 2, (1, NONE): 1, (NONE, 1): 1})
+    calibration = with_counts({(0, 0): 2, (1, NONE): 1, (NONE, 1): 1})
     assert joint_tree(calibration, 4).choices == [[0], [1], [0, 0]]
     # 0.5 * 0.25 beats 0.25 * 0.5 by its place alone, and both beat 0.25 * 0.25.
     assert joint_tree(calibration, 6).choices == [[0], [1], [0, 0], [0, 1], [1, 0]]
@@ -81,9 +82,9 @@ def test_unseen_paths_are_ordered_by_their_product():
 
 def test_comparison_by_hand():
     """Heads that are right together: after rank 0 only rank 0, after rank 1 only rank 1."""
-    calibration = Calibration(2, 2, {(0, 0): 5, (1, 1): 4, (NONE, NONE): 1})
-    held_out = Calibration(2, 2, {(0, 0): 1, (1, 0): 1, (0, NONE): 2})
-    (plain, joint), (plain_5, joint_5) = search_trees(calibration, [3, 5], held_out)
+    calibration = with_counts({(0, 0): 5, (1, 1): 4, (NONE, NONE): 1})
+    held_out = with_counts({(0, 0): 1, (1, 0): 1, (0, NONE): 2})
+    (plain, joint, _), (plain_5, joint_5, _) = search_trees(calibration, [3, 5], held_out)
     assert (plain.by, joint.by) == (PRODUCTS, PATHS)
     assert plain.tree == Tree([[0], [1]])  # 0.5, 0.4, then 0.5 * 0.5
     assert joint.tree == Tree([[0], [0, 0]])
@@ -91,7 +92,8 @@ def test_comparison_by_hand():
     assert (plain.expected.independent.value, plain.expected.paths.value) == pytest.approx((1.9, 1.9))
     assert (joint.expected.independent.value, joint.expected.paths.value) == pytest.approx((1.75, 2.0))
     assert plain.held_out.paths.value == joint.held_out.paths.value == pytest.approx(1 + 0.75 + 0.25)
-    assert joint.expected.walked is None
+    # Of texts of two positions: 20 tokens; a text that is not begun right takes two steps.
+    assert (plain.expected.walked.value, joint.expected.walked.value) == pytest.approx((20 / 11, 20 / 15))
     assert joint_5.tree == Tree([[0], [1], [0, 0], [1, 1]])
     # 0.5, 0.4, 0.25, and one of the two paths of 0.2, which were never seen.
     assert (plain_5.expected.independent.value, plain_5.expected.paths.value) == pytest.approx((2.35, 2.4))
@@ -105,7 +107,7 @@ def test_comparison_of_texts_has_a_third_tree():
     """If the draft token is right at every second position only, all steps but the first start at the others."""
     right, wrong = (0, NONE), (1, NONE)
     text = (right, right, wrong) * 10
-    found = Calibration.of(2, 2, [(text,)])
+    found = Calibration(2, 2, [(text,)])
     ((products, paths, walked),) = search_trees(found, [2])
     assert [one.by for one in (products, paths, walked)] == [PRODUCTS, PATHS, WALK]
     # Rank 0 is right at two of three positions; but its steps start at 0, 2, 3, 5, ..: two steps for three tokens.
@@ -124,4 +126,4 @@ def test_the_number_of_nodes_is_limited():
 @pytest.mark.parametrize(("nodes", "words"), [(0, "1 to 256"), (257, "1 to 256"), (8, "at most 7 with these heads")])
 def test_impossible_sizes_are_refused(nodes, words):
     with pytest.raises(ValueError, match=rf"num_nodes: expected {words}.*, got {nodes}"):
-        joint_tree(Calibration(2, 2, {(0, 0): 1}), nodes)
+        joint_tree(with_counts({(0, 0): 1}), nodes)

@@ -19,12 +19,11 @@ from medusa_decoding.checkpoints.accuracies import (
     default_accuracies,
     find_accuracies,
     load_accuracies,
-    load_texts,
 )
 from medusa_decoding.decode.adaptive.acceptance import VICUNA_7B
 from medusa_decoding.provenance import fingerprint
-from medusa_decoding.trees.calibration import NONE, Calibration
-from medusa_decoding.tuning.select import best_trees, expected_tokens, fastest, new_case, timed_trees
+from medusa_decoding.tuning.calibration import NONE, Calibration
+from medusa_decoding.tuning.select import best_trees, expected_tokens, fastest, load_knowledge, new_case, timed_trees
 from medusa_decoding.tuning.step_timer import Latency
 from medusa_decoding.tuning.sweep import Swept, Written, judge, sweep
 
@@ -128,7 +127,7 @@ def test_bad_sizes_and_durations_are_refused():
 def test_texts_are_walked_if_available():
     """Rank 0 is right at the first of two positions, rank 1 never; after them, rank 0 at every second position."""
     right, wrong = (0, NONE), (NONE, 0)
-    texts = Calibration.of(2, 2, [((right, wrong) * 9 + (right, (NONE, NONE)),)])
+    texts = Calibration(2, 2, [((right, wrong) * 9 + (right, (NONE, NONE)),)])
     accuracies = texts.accuracies
     plain, chain, fork = weighed(accuracies, {1: 1.0, 2: 1.5, 3: 2.5}, texts)
     # Steps start at every second position only, where the draft token is right: each accepts one.
@@ -184,24 +183,19 @@ def test_files_of_other_heads_or_damaged_ones_are_named(tmp_path):
             find_accuracies(tmp_path, heads_of(1, 9))
 
 
-def texts_of(folder, heads):
-    return load_texts(find_accuracies(folder, heads), folder, heads).texts
-
-
 def test_texts_are_read_from_files_that_have_them(tmp_path):
-    kept = Calibration.of(2, 3, [[((0, 1), (0, 0), (2, NONE))]])
+    kept = Calibration(2, 3, [[((0, 1), (0, 0), (2, NONE))]])
     kept.save(tmp_path / CALIBRATION)
-    assert texts_of(tmp_path, heads_of(2, 3)) == kept
+    assert load_knowledge(None, tmp_path, heads_of(2, 3), "")[1] == kept
     with pytest.raises(ValueError, match=r"calibration.json: expected at most 2 ranks, as these heads have, got 3"):
-        texts_of(tmp_path, heads_of(2, 2))
-    # A file that says nothing of its format is read as one without texts.
+        load_knowledge(None, tmp_path, heads_of(2, 2), "")
+    # A file of counts alone is refused with what to do.
     values = kept.to_json()
     (tmp_path / CALIBRATION).write_text(json.dumps({name: values[name] for name in values if name != "format"}))
-    assert texts_of(tmp_path, heads_of(2, 3)) is None
-    Calibration(2, 3, kept.paths).save(tmp_path / CALIBRATION)
-    assert texts_of(tmp_path, heads_of(2, 3)) is None
-    (tmp_path / CALIBRATION).write_text(counts([[5, 6]] * 2, [10] * 2))
-    assert texts_of(tmp_path, heads_of(2, 3)) is None
+    with pytest.raises(ValueError, match="format: expected 2, got None; run `medusa calibrate` again"):
+        load_knowledge(None, tmp_path, heads_of(2, 3), "")
+    (tmp_path / CALIBRATION).rename(tmp_path / MEASURED)
+    assert load_knowledge(None, tmp_path, heads_of(2, 3), "")[1] is None
 
 
 def test_texts_of_another_base_model_are_refused(tmp_path):

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from medusa_decoding import MedusaModel, Tree, medusa_generate
 from medusa_decoding.checkpoints import read_heads, tuning_file, tuning_paths, write_heads
-from medusa_decoding.checkpoints.accuracies import INDEPENDENT, Accuracies, CalibrationSource
-from medusa_decoding.checkpoints.tuning_file import Conditions, Tuning, load_for
+from medusa_decoding.checkpoints.accuracies import Accuracies, CalibrationSource
+from medusa_decoding.checkpoints.tuning_file import INDEPENDENT, Conditions, Tuning, load_for
 from medusa_decoding.decode.adaptive.policy import Adaptive
 from medusa_decoding.generation import tree_choice
 from medusa_decoding.generation.tree_choice import TreeChoice
@@ -155,10 +155,6 @@ def test_plain_and_undecided_cases_say_so(tuned):
         assert choice.tree == "auto"
         assert choice.reason == "`medusa tune` could not tell its fastest tree from plain decoding: 1.04 of plain"
         assert used(model, prompts(1, [7]))[1].tree_choice == choice
-    older = tuning.to_json()
-    for values in older["cases"]:
-        del values["gain"]
-    assert [one.gain for one in Tuning.from_json(older).cases] == [None] * 3
 
 
 def test_auto_starts_from_the_stored_times(tuned):
@@ -257,13 +253,15 @@ def test_a_model_converted_after_loading_does_not_use_the_tuning(tuned):
     [
         (lambda v: "{", "expected a file that `medusa tune` wrote"),
         (lambda v: v | {"format": 1}, "expected format 2, got 1"),
-        (lambda v: {name: v[name] for name in v if name != "heads"}, "KeyError"),
-        (lambda v: v | {"cases": []}, "it has no case"),
-        (lambda v: v | {"cases": [v["cases"][0] | {"nodes": 3}]}, "expected a tree of one of the sizes"),
+        (lambda v: {name: v[name] for name in v if name != "heads"}, "conditions.heads: Field required"),
+        (lambda v: v | {"cases": []}, "cases: Tuple should have at least 1 item"),
+        (lambda v: v | {"cases": [v["cases"][0] | {"choices": [[1]]}]}, "expected a tree of one of the sizes"),
         (lambda v: v | {"cases": [v["cases"][0] | {"sizes": v["cases"][0]["sizes"][1:]}]}, "in ascending order from 1"),
-        (lambda v: v | {"weighed": "guessed"}, "weighed: expected independent or walked, got 'guessed'"),
         (lambda v: v | {"step_times": {}}, "step times: expected device"),
-        (lambda v: v | {"accuracies": {"source": "x", "by_rank": [["y"]]}}, "could not convert"),
+        (
+            lambda v: v | {"accuracies": {"source": "x", "by_rank": [["y"]]}},
+            "accuracies.by_rank.0.0: Input should be a valid number",
+        ),
     ],
 )
 def test_a_damaged_file_does_not_make_the_model_unusable(tuned, caplog, change, words):
@@ -360,8 +358,6 @@ def test_round_trip(tuned):
     source = CalibrationSource("/elsewhere/c.json", "ab12", None, False)
     kept = replace(found, accuracies=replace(found.accuracies, calibration=source))
     assert Tuning.from_json(json.loads(json.dumps(kept.to_json()))).accuracies.calibration == source
-    older = {name: value for name, value in found.to_json().items() if name != "calibration"}
-    assert Tuning.from_json(older).accuracies.calibration is None
     assert found.cases[0].chosen.rate == pytest.approx(2.1 / 1.3)
     assert set(found.versions) >= {"python", "torch", "transformers"}
 

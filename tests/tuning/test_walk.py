@@ -10,13 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medusa_decoding import MedusaHeads, MedusaModel, Tree
-from medusa_decoding.calibration.collect import calibrate
-from medusa_decoding.calibration.expected import expect
 from medusa_decoding.evaluation import Prompt, interval
 from medusa_decoding.evaluation.interval import Interval
-from medusa_decoding.trees.calibration import NONE, Calibration
-from medusa_decoding.trees.replay import walk
-from medusa_decoding.trees.search import joint_tree, walked_tree
+from medusa_decoding.tuning.calibration import NONE, Calibration
+from medusa_decoding.tuning.collect import calibrate
+from medusa_decoding.tuning.expected import expect
+from medusa_decoding.tuning.replay import walk
+from medusa_decoding.tuning.search import joint_tree, walked_tree
 
 N = NONE
 # Eight tokens after the prompt; one path per position.
@@ -24,7 +24,7 @@ TEXT = ((0, 0), (0, 1), (N, 0), (0, 0), (1, N), (N, 0), (0, N))
 
 
 def test_by_hand():
-    found = Calibration.of(2, 2, [[TEXT], [], [((1, N),)]])
+    found = Calibration(2, 2, [[TEXT], [], [((1, N),)]])
     # From 0, the first draft token is right: to 2; none: to 3; right: to 5; none: to 6; right: the end, all seven done.
     chain = walk(found, Tree([[0]]))
     assert (chain.tokens, chain.steps) == ((7, 0, 1), (5, 0, 1))
@@ -35,11 +35,11 @@ def test_by_hand():
     assert pairs.tokens_per_step == pytest.approx(2.0)
     assert walk(found, Tree([])).steps == (7, 0, 1)
     # A last step that the text's end cuts short.
-    assert walk(Calibration.of(2, 2, [[((0, 0), (0, N))]]), Tree([[0], [0, 0]])).steps == (1,)
+    assert walk(Calibration(2, 2, [[((0, 0), (0, N))]]), Tree([[0], [0, 0]])).steps == (1,)
 
 
 def test_three_expectations_by_hand():
-    found = Calibration.of(2, 2, [[TEXT], [TEXT]])
+    found = Calibration(2, 2, [[TEXT], [TEXT]])
     tree = Tree([[0], [0, 0]])
     expected = expect(found, tree)
     # Of the six positions with two targets: the first head is right at 3, the second at 4, both at 2.
@@ -49,15 +49,12 @@ def test_three_expectations_by_hand():
     # Equal prompts: another draw of them changes nothing.
     for one in (expected.independent, expected.paths, expected.walked):
         assert (one.low, one.high) == pytest.approx((one.value, one.value))
-    alone = expect(Calibration(2, 2, found.paths), tree)
-    assert (alone.independent.value, alone.paths.value) == (expected.independent.value, expected.paths.value)
-    assert (alone.walked, alone.paths.low) == (None, None)
 
 
 def test_intervals_are_over_prompts():
     """Two kinds of prompts, half of each: every draw has a number of the first kind, from the binomial distribution."""
     good, bad = ((0,),) * 40, ((N,),) * 40
-    found = Calibration.of(1, 1, [[good]] * 8 + [[bad]] * 8)
+    found = Calibration(1, 1, [[good]] * 8 + [[bad]] * 8)
     expected = expect(found, Tree([[0]]))
     # Of a binomial with 16 draws at 1/2, 2.5 % lie at or below 4 or so, 2.5 % at or above 12.
     assert (expected.paths.low, expected.paths.high) == pytest.approx((1 + 4 / 16, 1 + 12 / 16), abs=1 / 16 + 1e-9)
@@ -91,7 +88,7 @@ def test_intervals_of_ratios_include_the_variance_of_both_samples():
     ],
 )
 def test_trees_that_cannot_be_walked_are_refused(tree, words):
-    found = Calibration.of(2, 2, [[TEXT]])
+    found = Calibration(2, 2, [[TEXT]])
     for ask in (walk, expect):
         with pytest.raises(ValueError, match=words):
             ask(found, tree)
@@ -139,7 +136,7 @@ def drawn_texts(seed, heads, ranks, prompts=3, length=30):
 def test_walked_tree_is_between_the_other_searches_and_the_best_tree(seed, shape, size):
     heads, ranks = shape
     texts = drawn_texts(seed, heads, ranks)
-    found = Calibration.of(heads, ranks, texts)
+    found = Calibration(heads, ranks, texts)
     tree = walked_tree(found, size + 1)
     assert tree.num_nodes == size + 1
 
@@ -158,7 +155,7 @@ def test_walking_finds_the_best_tree_more_often_than_counts():
     found_best, better, cases = Counter(), 0, 60
     for seed in range(cases):
         texts = drawn_texts(seed, 3, 2, length=60)
-        found = Calibration.of(3, 2, texts)
+        found = Calibration(3, 2, texts)
         best = max(steps_by_hand(texts, chosen) for chosen in every_tree(3, 2, 4))
         worth = {
             by: steps_by_hand(texts, {*map(tuple, tree.choices)})
@@ -188,7 +185,7 @@ TREES = [Tree([]), Tree.chain(3), Tree.cartesian([8, 5, 3]), Tree([[1], [0], [1,
 
 def steps_of_decoding(model, tokenizer, tree, **sampled):
     """Tokens and steps of each prompt's texts, from the model's own acceptance lengths."""
-    from medusa_decoding.calibration.texts import Settings, Writer
+    from medusa_decoding.tuning.texts import Settings, Writer
 
     writer = Writer(model, tokenizer, Settings(max_new_tokens=NEW, prompt_tokens=6, **sampled))
     found = []

@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import hashlib
 import operator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from medusa_decoding.decode.adaptive.acceptance import VICUNA_7B
 from medusa_decoding.files import parse_json, read_json
-from medusa_decoding.trees.calibration import Calibration
 
 if TYPE_CHECKING:  # files of accuracies are read without torch
     from medusa_decoding.heads import MedusaHeads
 
 CALIBRATION, MEASURED, PUBLISHED = "calibration.json", "measured.json", "published"
 """Sources: the file of `medusa calibrate`, the file of the trainer (both next to the heads), other heads' figures."""
-INDEPENDENT, WALKED = "independent", "walked"
-"""How expected tokens are computed: as if heads were right independently, or by walking along texts."""
 ROUNDING = 1e-6
 """How much the accuracies of one head may exceed 1 in all."""
 
@@ -45,14 +42,6 @@ class CalibrationSource:
     temperature: float | None
     checked: bool
 
-    @classmethod
-    def from_json(cls, values: Any) -> CalibrationSource:
-        """Read what `dataclasses.asdict` returned; anything else is a `ValueError`, `KeyError` or `TypeError`."""
-        temperature = values["temperature"]
-        if temperature is not None and (isinstance(temperature, bool) or not isinstance(temperature, (int, float))):
-            raise ValueError(f"calibration: expected a number or null for temperature, got {temperature!r}")
-        return cls(str(values["path"]), str(values["hash"]), temperature, values["checked"] is True)
-
     def __str__(self) -> str:
         """Describe the file and how its texts were written."""
         if self.temperature is None:
@@ -70,18 +59,11 @@ class Accuracies:
         source: CALIBRATION, MEASURED or PUBLISHED.
         by_rank: by_rank[k][i] is the share of positions at which the candidate of rank i of head k is right.
         calibration: the file that they were read from, if it is a calibration.
-        texts: the calibration with its texts, if these were loaded (see `load_texts`).
     """
 
     source: str
     by_rank: list[list[float]]
     calibration: CalibrationSource | None = None
-    texts: Calibration | None = None
-
-    @property
-    def weighed(self) -> str:
-        """How expected tokens are computed: WALKED if there are texts, else INDEPENDENT."""
-        return INDEPENDENT if self.texts is None else WALKED
 
     @property
     def most_nodes(self) -> int:
@@ -145,21 +127,7 @@ def load_accuracies(
             settings.get("temperature"),
             same_dtype and "heads" in made and "base_model" in made,
         )
-    return Accuracies(source, [row[: _max_ranks(heads)] for row in rows], calibration)
-
-
-def load_texts(accuracies: Accuracies, folder: Path, heads: MedusaHeads) -> Accuracies:
-    """Return accuracies with the texts of their calibration, if there is one and it was stored with its texts.
-
-    A damaged file, or one with ranks that the heads do not have, is a `ValueError`.
-    """
-    file = None if accuracies.calibration is None else folder / accuracies.calibration.path
-    if file is None or "texts" not in read_json(file):
-        return accuracies
-    found, ranks = Calibration.load(file), _max_ranks(heads)
-    if found.ranks > ranks:
-        raise ValueError(f"{file}: expected at most {ranks} ranks, as these heads have, got {found.ranks}")
-    return replace(accuracies, texts=found if found.texts is not None else None)
+    return Accuracies(source, [row[: max_ranks(heads)] for row in rows], calibration)
 
 
 def read_accuracies(path: str | Path) -> list[list[float]]:
@@ -202,7 +170,8 @@ def read_accuracies(path: str | Path) -> list[list[float]]:
     return rows
 
 
-def _max_ranks(heads: MedusaHeads) -> int:
+def max_ranks(heads: MedusaHeads) -> int:
+    """Return how many candidates of a head can be ranked."""
     from medusa_decoding.heads import MAX_TOP_K
 
     return min(MAX_TOP_K, heads.num_candidates)

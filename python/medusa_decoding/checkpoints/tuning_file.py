@@ -6,23 +6,23 @@ with a message that says which. Library versions are recorded but refuse nothing
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from pydantic import Field, PlainValidator
 
 from medusa_decoding.backbone.backbone import Backbone
-from medusa_decoding.checkpoints.accuracies import INDEPENDENT, WALKED, Accuracies, CalibrationSource
+from medusa_decoding.checkpoints.accuracies import Accuracies
 from medusa_decoding.checkpoints.tuning_paths import stored_files
-from medusa_decoding.checks import check_count
 from medusa_decoding.decode.adaptive.step_times import StepTimes
 from medusa_decoding.decode.runtime.steps import Backend, resolve_backend
 from medusa_decoding.files import read_json, write_json
+from medusa_decoding.files.values import Positive, WholeFrom1, validated
 from medusa_decoding.heads import MAX_TOP_K, MedusaHeads
 from medusa_decoding.provenance import device_name, fingerprint
 from medusa_decoding.trees.tree import Tree
@@ -31,7 +31,17 @@ FORMAT = 2
 TREE_FILE, SAMPLING_TREE_FILE = "medusa_tree.json", "medusa_tree_sampling.json"
 """Trees stored with heads, the second for sampling: "auto" may choose them, and `medusa tune` times them."""
 UNDECIDED = "auto"
+INDEPENDENT, WALKED = "independent", "walked"
+"""How expected tokens are computed: as if heads were right independently, or by walking along texts."""
 logger = logging.getLogger(__name__)
+
+
+def _tree(choices: Any) -> Tree | Literal["auto"]:
+    return "auto" if choices == UNDECIDED else Tree(choices)
+
+
+Choices = Annotated[Tree, PlainValidator(Tree), Field(validation_alias="choices")]
+ChoicesOrAuto = Annotated[Tree | Literal["auto"], PlainValidator(_tree), Field(validation_alias="choices")]
 
 
 @dataclass(frozen=True)
@@ -103,13 +113,13 @@ class TimedTree:
         steps: how many steps were timed.
     """
 
-    tree: Tree
-    tokens: float
-    seconds: float
-    median: float
-    low: float
-    high: float
-    steps: int
+    tree: Choices
+    tokens: Positive
+    seconds: Positive
+    median: Positive
+    low: Positive
+    high: Positive
+    steps: WholeFrom1
 
     @property
     def nodes(self) -> int:
@@ -126,15 +136,6 @@ class TimedTree:
         figures = {part.name: getattr(self, part.name) for part in fields(self) if part.name != "tree"}
         return {"nodes": self.nodes, **figures, "tokens_per_second": self.rate, "choices": self.tree.choices}
 
-    @classmethod
-    def from_json(cls, values: Any) -> TimedTree:
-        """Read what `to_json` returned; errors as in `Case.from_json`."""
-        numbers = {name: _positive(name, values[name]) for name in ("tokens", "seconds", "median", "low", "high")}
-        found = cls(Tree(values["choices"]), **numbers, steps=check_count("steps", values["steps"]))
-        if found.nodes != check_count("nodes", values["nodes"]):
-            raise ValueError("cases: expected each size's tree to have that many nodes and the chosen one among them")
-        return found
-
 
 @dataclass(frozen=True)
 class Case:
@@ -147,15 +148,25 @@ class Case:
         tree: the chosen one; `Tree([])` if plain decoding is the fastest, "auto" if the times cannot tell.
         sizes: the trees it was chosen among, in ascending order of nodes; the first one is plain decoding.
         gain: how many times as fast as plain decoding the fastest other tree is, with the ends of the 95 % interval;
-            None in older files, and if there is no other tree.
+            None if there is no other tree or one round.
+
+    Raises:
+        ValueError: sizes in another order, or a tree that is none of them.
     """
 
-    batch: int
-    prefix: int
-    rows: int
-    tree: Tree | Literal["auto"]
+    batch: WholeFrom1
+    prefix: WholeFrom1
+    rows: WholeFrom1
+    tree: ChoicesOrAuto
     sizes: tuple[TimedTree, ...]
-    gain: tuple[float, float, float] | None = None
+    gain: tuple[Positive, Positive, Positive] | None = None
+
+    def __post_init__(self) -> None:
+        known = [size.nodes for size in self.sizes]
+        if known[:1] != [1] or known != sorted(known):
+            raise ValueError(f"cases: expected sizes in ascending order from 1 on, got {known}")
+        if isinstance(self.tree, Tree) and self.chosen is None:
+            raise ValueError(f"cases: expected a tree of one of the sizes, got {self.tree.num_nodes} nodes of {known}")
 
     @property
     def chosen(self) -> TimedTree | None:
@@ -180,28 +191,6 @@ class Case:
         chosen = {"nodes": nodes, "choices": choices, "speedup": self.speedup, "gain": gain}
         return counts | chosen | {"sizes": [size.to_json() for size in self.sizes]}
 
-    @classmethod
-    def from_json(cls, values: Any) -> Case:
-        """Read what `to_json` returned; anything else is a `ValueError`, `KeyError` or `TypeError`."""
-        batch, prefix, rows = (check_count(name, values[name]) for name in ("batch", "prefix", "rows"))
-        sizes = tuple(map(TimedTree.from_json, values["sizes"]))
-        known, gain = [size.nodes for size in sizes], values.get("gain")  # which older files do not have
-        if known[:1] != [1] or known != sorted(known):
-            raise ValueError(f"cases: expected sizes in ascending order from 1 on, got {known}")
-        if gain is not None:
-            value, low, high = (_positive("gain", one) for one in gain)
-            gain = value, low, high
-        if values["choices"] == UNDECIDED:
-            return cls(batch, prefix, rows, "auto", sizes, gain)
-        tree, nodes = Tree(values["choices"]), check_count("nodes", values["nodes"])
-        if tree.num_nodes != nodes or nodes not in known:
-            raise ValueError(
-                f"cases: expected a tree of one of the sizes from 1 on, got {tree.num_nodes} nodes of {known}"
-            )
-        if tree not in [size.tree for size in sizes]:
-            raise ValueError("cases: expected each size's tree to have that many nodes and the chosen one among them")
-        return cls(batch, prefix, rows, tree, sizes, gain)
-
 
 @dataclass(frozen=True)
 class Tuning:
@@ -209,19 +198,22 @@ class Tuning:
 
     Attributes:
         conditions: where it holds.
-        accuracies: the heads' accuracies, without texts.
+        accuracies: of the heads.
         cases: by batch and prefix, in ascending order.
-        step_times: JSON of a `StepTimes`.
+        step_times: what `StepTimes.to_json` returned.
         versions: of libraries, by name.
-        weighed: how expected tokens were computed, INDEPENDENT or WALKED.
     """
 
     conditions: Conditions
     accuracies: Accuracies
-    cases: tuple[Case, ...]
-    step_times: str
+    cases: Annotated[tuple[Case, ...], Field(min_length=1)]
+    step_times: dict[str, Any]
     versions: Mapping[str, str]
-    weighed: str = INDEPENDENT
+
+    @property
+    def weighed(self) -> str:
+        """How expected tokens were computed: WALKED along the texts of a calibration, or INDEPENDENT without one."""
+        return INDEPENDENT if self.accuracies.calibration is None else WALKED
 
     @property
     def trees(self) -> set[Tree]:
@@ -252,7 +244,7 @@ class Tuning:
             "weighed": self.weighed,
             "calibration": None if source is None else asdict(source),
             "cases": [case.to_json() for case in self.cases],
-            "step_times": json.loads(self.step_times),
+            "step_times": self.step_times,
         }
 
     @classmethod
@@ -261,28 +253,10 @@ class Tuning:
         if not isinstance(values, dict) or values.get("format") != FORMAT:
             got = values.get("format") if isinstance(values, dict) else type(values).__name__
             raise ValueError(f"tuning: expected format {FORMAT}, got {got}")
-        try:
-            accuracies, source = values["accuracies"], values.get("calibration")  # which older files do not have
-            found = cls(
-                Conditions(**{part.name: values[part.name] for part in fields(Conditions)}),
-                Accuracies(
-                    str(accuracies["source"]),
-                    [[float(one) for one in row] for row in accuracies["by_rank"]],
-                    None if source is None else CalibrationSource.from_json(source),
-                ),
-                tuple(map(Case.from_json, values["cases"])),
-                json.dumps(values["step_times"]),
-                dict(values["versions"]),
-                values["weighed"],
-            )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(
-                f"tuning: expected device, model, accuracies, cases and step_times, got {error!r}"
-            ) from error
-        if not found.cases:
-            raise ValueError("tuning: it has no case")
-        if found.weighed not in (INDEPENDENT, WALKED):
-            raise ValueError(f"weighed: expected {INDEPENDENT} or {WALKED}, got {found.weighed!r}")
+        accuracies = values.get("accuracies")
+        if isinstance(accuracies, dict):
+            accuracies = accuracies | {"calibration": values.get("calibration")}
+        found = validated(cls, values | {"conditions": values, "accuracies": accuracies})
         found.times()
         return found
 
@@ -385,10 +359,3 @@ def _named(device: torch.device, dtype: torch.dtype, backend: Backend, processes
         "backend": str(resolve_backend(backend, device, processes)),
         "processes": processes,
     }
-
-
-def _positive(name: str, value: Any) -> float:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not math.isfinite(value) or value <= 0:
-        raise ValueError(f"{name}: expected a number above 0, got {value!r}")
-    return float(value)

@@ -74,11 +74,6 @@ def stored_files(folder: Path, runtime: str = "") -> list[Path]:
     return [file for file in first if file in present] + [file for file in cached if file not in first]
 
 
-def expand_user(path: str | Path) -> Path:
-    """Return a path with the home folder for `~`, which the shell does not replace after `=`."""
-    return Path(os.path.expanduser(path))
-
-
 def check_writable(name: str, file: Path) -> None:
     """Raise `ValueError` unless a file can be written; `name` is the argument that names it."""
     folder = file.absolute().parent

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from medusa_decoding.calibration.texts import Settings, Writer
 from medusa_decoding.checkpoints.tuning_file import Case, Tuning
 from medusa_decoding.cli import _arguments
 from medusa_decoding.decode.runtime.steps import resolve_backend
@@ -21,6 +20,7 @@ from medusa_decoding.progress import Progress
 from medusa_decoding.provenance import medusa_command, provenance
 from medusa_decoding.trees.tree import Tree
 from medusa_decoding.tuning.sweep import Swept, Verdict, Written, judge, sweep
+from medusa_decoding.tuning.texts import Settings, Writer
 
 
 def compare(args: argparse.Namespace, tuning: Tuning, model: MedusaModel, prompts: Sequence[Prompt]) -> None:

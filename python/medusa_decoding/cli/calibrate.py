@@ -7,8 +7,6 @@ import json
 import sys
 from pathlib import Path
 
-from medusa_decoding.calibration.collect import calibrate, check_fresh, progress_file
-from medusa_decoding.calibration.expected import expect
 from medusa_decoding.checkpoints import tuning_paths
 from medusa_decoding.checkpoints.accuracies import CALIBRATION
 from medusa_decoding.cli import _arguments
@@ -17,8 +15,10 @@ from medusa_decoding.cli.tree import DRAWN
 from medusa_decoding.evaluation import read_prompts
 from medusa_decoding.evaluation.report import in_columns
 from medusa_decoding.files import only_writer
-from medusa_decoding.trees.calibration import Calibration, wilson
-from medusa_decoding.trees.search import most_nodes, walked_tree
+from medusa_decoding.tuning.calibration import Calibration, wilson
+from medusa_decoding.tuning.collect import calibrate, check_fresh, progress_file
+from medusa_decoding.tuning.expected import expect
+from medusa_decoding.tuning.search import most_nodes, walked_tree
 
 RANKS = (1, 2, 3, 5, 10)
 

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from medusa_decoding.calibration.expected import WALK, SearchedTree, search_trees
 from medusa_decoding.checkpoints import tuning_paths
 from medusa_decoding.checkpoints.accuracies import default_accuracies, find_accuracies, read_accuracies
 from medusa_decoding.cli import _arguments
@@ -20,18 +19,14 @@ from medusa_decoding.evaluation.report import in_columns
 from medusa_decoding.files import read_json
 from medusa_decoding.options import DTYPES
 from medusa_decoding.trees import plot
-from medusa_decoding.trees.calibration import Calibration, shared_prompts
-from medusa_decoding.trees.replay import texts_of
 from medusa_decoding.trees.tree import Tree
+from medusa_decoding.tuning.calibration import Calibration, shared_prompts
+from medusa_decoding.tuning.expected import WALK, SearchedTree, search_trees
 
 if TYPE_CHECKING:  # trees are drawn and searched without torch and transformers
     from medusa_decoding.checkpoints import HeadsCheckpoint
     from medusa_decoding.checkpoints.tuning_file import Tuning
 
-NO_TEXTS = (
-    "Not walked: the calibration was made before texts were kept. Make a new one with `medusa calibrate` for walked "
-    "trees and intervals."
-)
 DRAWN = f"In brackets: {interval.WORDS}."
 
 
@@ -165,20 +160,17 @@ def run_search(args: argparse.Namespace) -> int:
         if args.save.is_dir():
             args.save /= tree_file(calibration)
         tuning_paths.check_writable("--save", args.save)
-    if args.by == WALK:
-        texts_of(calibration)
     held_out = None if args.held_out is None else Calibration.load(args.held_out)
     unknown = [] if held_out is None else check_held_out(calibration, held_out, args.calibration)
     found = search_trees(calibration, args.nodes, held_out)
     if args.save is not None:
-        by = args.by or found[0][-1].by
-        next(one for one in found[0] if one.by == by).tree.save(args.save)
+        next(one for one in found[0] if one.by == (args.by or WALK)).tree.save(args.save)
     if args.json:
         for trees in found:
             print(json.dumps({"nodes": trees[0].tree.num_nodes} | {one.by: one.to_json() for one in trees}))
         return 0
     print(as_text([one for trees in found for one in trees]))
-    print(f"\n{DRAWN if calibration.texts is not None else NO_TEXTS}")
+    print(f"\n{DRAWN}")
     if unknown:
         print(f"Not checked, as one of the files does not say: that {' and that '.join(unknown)}.")
     return 0

@@ -9,16 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from medusa_decoding.checkpoints import tuning_file, tuning_paths
-from medusa_decoding.checkpoints.accuracies import (
-    CALIBRATION,
-    WALKED,
-    Accuracies,
-    default_accuracies,
-    find_accuracies,
-    load_accuracies,
-    load_texts,
-)
-from medusa_decoding.checkpoints.tuning_file import Case, Conditions, Tuning
+from medusa_decoding.checkpoints.tuning_file import WALKED, Case, Conditions, Tuning
 from medusa_decoding.cli import _arguments
 from medusa_decoding.cli._sweep import compare
 from medusa_decoding.decode.adaptive.acceptance import CLIFFS
@@ -28,9 +19,9 @@ from medusa_decoding.files import only_writer
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.progress import Progress
 from medusa_decoding.provenance import LIBRARIES, versions
-from medusa_decoding.trees.calibration import Calibration
 from medusa_decoding.trees.tree import Tree
-from medusa_decoding.tuning.select import best_trees, expected_tokens, fastest, new_case, new_tuning
+from medusa_decoding.tuning.calibration import Calibration
+from medusa_decoding.tuning.select import best_trees, expected_tokens, fastest, load_knowledge, new_case, new_tuning
 from medusa_decoding.tuning.step_timer import longest_prefix, time_steps
 
 PREFIXES, NODES = (128, 1024), (1, 2, 4, 8, 16, 32, 64)
@@ -92,31 +83,17 @@ def check_stored(out: Path | None, folder: Path) -> None:
     raise ValueError(f"{file}: `medusa tune` did not write this file")
 
 
-def load_knowledge(file: Path | None, folder: Path, model: MedusaModel, conditions: Conditions) -> Accuracies:
-    """Return the accuracies, and the texts if there are any, that trees are weighed with.
-
-    They come from a file of `medusa calibrate`, or (None) from what is stored next to the heads.
-    """
-    heads, base_model = model.heads, conditions.base_model
-    assert heads is not None
-    if file is not None:
-        found = load_accuracies(file, CALIBRATION, folder, heads, base_model)
-    else:
-        found = find_accuracies(folder, heads, base_model) or default_accuracies(heads)
-    return load_texts(found, folder, heads)
-
-
 def tune(args: argparse.Namespace, folder: Path, model: MedusaModel, conditions: Conditions, file: Path) -> None:
     """Measure, choose, store and print."""
     assert model.heads is not None
-    accuracies = load_knowledge(args.calibration, folder, model, conditions)
-    warn_of_few(accuracies.texts)
+    accuracies, texts = load_knowledge(args.calibration, folder, model.heads, conditions.base_model)
+    warn_of_few(texts)
     cliffs = CLIFFS if model.backbone.runs_quantised_modules() else ()
     sizes = sorted({1, *(args.nodes or (size for size in (*NODES, *cliffs) if size <= accuracies.most_nodes))})
-    trees = best_trees(accuracies.by_rank, sizes, accuracies.texts)
+    trees = best_trees(accuracies.by_rank, sizes, texts)
     stored = tuning_file.stored_trees(folder, model.heads)
     trees += [tree for tree in dict.fromkeys(stored.values()) if tree not in trees]
-    tokens = expected_tokens(trees, accuracies.by_rank, accuracies.texts)
+    tokens = expected_tokens(trees, accuracies.by_rank, texts)
     prefixes = args.prefix or [prefix for prefix in PREFIXES if prefix <= longest_prefix(model, trees)]
     if not prefixes:
         raise ValueError(f"--prefix: none fits the context of {model.backbone.context_limit}; give a shorter one")
@@ -163,10 +140,12 @@ def gain_of(case: Case) -> str:
     return "{:.2f} ({:.2f} to {:.2f}) times the rate".format(*case.gain)
 
 
-def warn_of_few(texts: Calibration | None) -> None:
+def warn_of_few(calibration: Calibration | None) -> None:
     """Warn if there are too few texts to search trees on."""
-    count = 0 if texts is None else sum(len(text) > 0 for of_prompt in texts.texts or () for text in of_prompt)
-    if 0 < count < FEW_TEXTS:
+    if calibration is None:
+        return
+    count = sum(len(text) > 0 for texts in calibration.texts for text in texts)
+    if count < FEW_TEXTS:
         print(
             f"medusa: the calibration has {count} texts; a tree searched on so few may do worse on others "
             f"(use {FEW_TEXTS} or more)",
@@ -196,24 +175,19 @@ def check(args: argparse.Namespace, folder: Path, model: MedusaModel, file: Path
 
 def changes(tuning: Tuning, file: Path | None, folder: Path, model: MedusaModel) -> list[str]:
     """Describe what has changed in the tuning's calibration, or in comparison with the calibration `file`."""
-    before = tuning.accuracies.calibration
-    if file is None and before is not None:
-        file = folder / before.path  # an absolute path stays what it is
-        if not file.is_file():
-            return [f"the calibration {before.path} is gone"]
+    assert model.heads is not None
+    before = tuning.accuracies
+    if file is None and before.calibration is not None:
+        file = folder / before.calibration.path  # an absolute path stays what it is
     try:
-        now = load_knowledge(file, folder, model, tuning.conditions)
-    except ValueError as error:
+        now, _ = load_knowledge(file, folder, model.heads, tuning.conditions.base_model)
+    except (ValueError, OSError) as error:
         return [f"calibration: {error}"]
-    notes = []
-    if before is not None and now.calibration is not None and now.calibration.hash != before.hash:
-        is_other = now.calibration.path != before.path
-        how = f"was {before.path}, is {now.calibration.path}" if is_other else f"{before.path} has changed"
-        notes.append(f"the calibration {how}")
-    if now.weighed != tuning.weighed:
-        notes.append(f"expected tokens were {tuning.weighed}, would be {now.weighed}")
-    if now.by_rank != tuning.accuracies.by_rank:
-        notes.append(f"accuracies were {tuning.accuracies.source}, are {now.source} with other values")
+    both = before.calibration, now.calibration
+    was, found = ("none" if one is None else f"{one.path} ({one.hash})" for one in both)
+    notes = [] if was == found else [f"calibration was {was}, is {found}"]
+    if now.by_rank != before.by_rank:
+        notes.append(f"accuracies were {before.source}, are {now.source} with other values")
     return notes
 
 

@@ -48,5 +48,4 @@ def tuned_choice(case: Case) -> TreeChoice:
         return TreeChoice(case.tree, f"`medusa tune` could not tell its fastest tree from plain decoding{gain}")
     if case.tree.num_nodes == 1:
         return TreeChoice(case.tree, f"`medusa tune` found no tree faster here{gain}")
-    unknown = ", by an older version that did not measure its noise" if case.gain is None else ""
-    return TreeChoice(case.tree, f"tuned on this device for batch {case.batch} and prefix {case.prefix}{unknown}")
+    return TreeChoice(case.tree, f"tuned on this device for batch {case.batch} and prefix {case.prefix}")

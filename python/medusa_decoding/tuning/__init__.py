@@ -1,1 +1,1 @@
-"""Tuning: time steps on this device and choose the tree with the most tokens per second."""
+"""Tuning: how often heads are right on your prompts, how long steps take here, and the tree that gains most."""

@@ -2,27 +2,62 @@
 
 Expected tokens come from the heads' accuracies (Medusa paper, section 2.3.3). If a calibration has texts, trees are
 searched and weighed by walking along them instead, as steps do. A tree is chosen only if the durations can tell it from
-plain decoding. This module knows neither models nor how durations were measured.
+plain decoding. This module does not know how durations were measured.
 """
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
-from medusa_decoding.checkpoints.accuracies import Accuracies
+from medusa_decoding.checkpoints.accuracies import (
+    CALIBRATION,
+    Accuracies,
+    default_accuracies,
+    find_accuracies,
+    load_accuracies,
+    max_ranks,
+)
 from medusa_decoding.checkpoints.tuning_file import Case, Conditions, TimedTree, Tuning, step_time_names
 from medusa_decoding.decode.adaptive.acceptance import padded
 from medusa_decoding.decode.adaptive.step_times import KEPT, StepTimes
 from medusa_decoding.evaluation import interval
+from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.provenance import LIBRARIES, versions
-from medusa_decoding.trees.calibration import Calibration
-from medusa_decoding.trees.replay import walk
-from medusa_decoding.trees.search import walked_tree
 from medusa_decoding.trees.tree import Tree
+from medusa_decoding.tuning.calibration import Calibration
+from medusa_decoding.tuning.replay import walk
+from medusa_decoding.tuning.search import walked_tree
 from medusa_decoding.tuning.step_timer import Latency
+
+
+def load_knowledge(
+    file: Path | None, folder: Path, heads: MedusaHeads, base_model: str
+) -> tuple[Accuracies, Calibration | None]:
+    """Return how often heads are right, and the calibration that says so, if one does.
+
+    Args:
+        file: of `medusa calibrate`, or None for what is stored next to the heads.
+        folder: of the heads.
+        heads: as loaded.
+        base_model: the fingerprint of the base model as loaded.
+
+    Raises:
+        ValueError: a damaged file, or one of other heads or another base model; names the file.
+    """
+    if file is not None:
+        accuracies = load_accuracies(file, CALIBRATION, folder, heads, base_model)
+    else:
+        accuracies = find_accuracies(folder, heads, base_model) or default_accuracies(heads)
+    if accuracies.calibration is None:
+        return accuracies, None
+    file, ranks = folder / accuracies.calibration.path, max_ranks(heads)  # an absolute path stays what it is
+    texts = Calibration.load(file)
+    if texts.ranks > ranks:
+        raise ValueError(f"{file}: expected at most {ranks} ranks, as these heads have, got {texts.ranks}")
+    return accuracies, texts
 
 
 def best_trees(
@@ -112,11 +147,10 @@ def new_tuning(
             times.profile(one.batch, one.rows).add(one.nodes, seconds)
     return Tuning(
         conditions,
-        replace(accuracies, texts=None),
+        accuracies,
         tuple(sorted(cases, key=lambda case: (case.batch, case.prefix))),
         times.to_json(),
         versions(*LIBRARIES),
-        accuracies.weighed,
     )
 
 

@@ -93,7 +93,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     search.add_argument(
         "--by",
         choices=("products", "paths", "walk"),
-        help="with --save: which tree (default: walk; paths for a calibration without texts)",
+        help="with --save: which tree (default: walk)",
     )
     search.set_defaults(action="search")
 

@@ -1,17 +1,19 @@
 """StepTimes: how long a decoding step takes on this device, by number of nodes, batch size and cache rows.
 
-`tree="auto"` fills it while it generates; `medusa tune` measures it and stores it as JSON.
+`tree="auto"` fills it while it generates; `medusa tune` measures it and stores it.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Annotated, Any
 
-from medusa_decoding.files import parse_json
+from pydantic import Field
+
+from medusa_decoding.files.values import Positive, WholeFrom1, validated
 
 KEPT = 15
 """Latest samples kept per tree size."""
@@ -176,48 +178,38 @@ class StepTimes:
             found.seeds = next((profile.known() for _, profile in others if profile.estimates([1])), {})
         return found
 
-    def to_json(self) -> str:
-        """Return all samples as JSON, with device and model."""
+    def to_json(self) -> dict[str, Any]:
+        """Return all samples as JSON values, with device and model."""
         times = [
             {"batch": batch, "rows": rows, "nodes": nodes, "seconds": seconds}
             for (batch, rows), profile in sorted(self._profiles.items())
             for nodes, seconds in sorted(profile.kept().items())
         ]
-        return json.dumps({"device": self.device, "model": self.model, "step_times": times}, indent=1) + "\n"
+        return {"device": self.device, "model": self.model, "step_times": times}
 
     @classmethod
-    def from_json(cls, text: str, *, device: str, model: str) -> StepTimes:
+    def from_json(cls, values: Any, *, device: str, model: str) -> StepTimes:
         """Read what `to_json` returned.
 
         Raises:
-            ValueError: the times are those of another device or model, or the text is not such JSON.
+            ValueError: the times are those of another device or model, or these are no such values.
         """
-        data = parse_json(text, "step times")
-        if not isinstance(data, dict):
-            raise ValueError(f"step times: expected an object, got {type(data).__name__}")
+        if not isinstance(values, dict):
+            raise ValueError(f"step times: expected an object, got {type(values).__name__}")
         for name, wanted in (("device", device), ("model", model)):
-            if data.get(name) != wanted:
-                raise ValueError(f"step times: expected {name} {wanted!r}, got {data.get(name)!r}")
+            if values.get(name) != wanted:
+                raise ValueError(f"step times: expected {name} {wanted!r}, got {values.get(name)!r}")
         times = cls(device, model)
-        for batch, rows, nodes, seconds in _checked_entries(data.get("step_times")):
-            profile = times._profiles.setdefault((batch, rows), Profile())  # not seeded by another
-            for value in seconds:
-                profile.add(nodes, value)
+        for one in validated(list[_Entry], values.get("step_times")):
+            profile = times._profiles.setdefault((one.batch, one.rows), Profile())  # not seeded by another
+            for seconds in one.seconds:
+                profile.add(one.nodes, seconds)
         return times
 
 
-def _checked_entries(entries: Any) -> Iterable[tuple[int, int, int, list[float]]]:
-    if not isinstance(entries, list):
-        raise ValueError(f"step_times: expected a list, got {type(entries).__name__}")
-    for entry in entries:
-        if not isinstance(entry, dict) or not isinstance(entry.get("seconds"), list):
-            raise ValueError(f"step_times: expected batch, rows, nodes and a list of seconds, got {entry!r}")
-        for name, least in (("batch", 1), ("rows", 0), ("nodes", 1)):
-            value = entry.get(name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ValueError(f"step_times: expected {name} of at least {least}, got {value!r}")
-        for seconds in entry["seconds"]:
-            number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-            if not number or not math.isfinite(seconds) or seconds <= 0:
-                raise ValueError(f"step_times: expected seconds above 0, got {seconds!r}")
-        yield entry["batch"], entry["rows"], entry["nodes"], entry["seconds"]
+@dataclass(frozen=True)
+class _Entry:
+    batch: WholeFrom1
+    rows: Annotated[int, Field(ge=0)]
+    nodes: WholeFrom1
+    seconds: list[Positive]

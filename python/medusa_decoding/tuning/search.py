@@ -12,9 +12,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from medusa_decoding.trees.calibration import Calibration, RankPath, beginnings
-from medusa_decoding.trees.replay import walk
 from medusa_decoding.trees.tree import MAX_CHOICES, Tree
+from medusa_decoding.tuning.calibration import Calibration, RankPath, beginnings
+from medusa_decoding.tuning.replay import walk
 
 ROUNDS = 8
 """Most searches of `walked_tree`. Each one counts the positions at which steps with the previous tree start."""
@@ -45,7 +45,7 @@ def walked_tree(calibration: Calibration, num_nodes: int = 64) -> Tree:
     accepts decides where the next step starts. The root is one of the nodes, of which there are 1 to 256.
 
     Raises:
-        ValueError: fewer possible paths than asked for, or a calibration without texts.
+        ValueError: fewer possible paths than asked for.
     """
     found = [joint_tree(calibration, num_nodes), Tree.optimal(calibration.accuracies, num_nodes)]
     steps = [walk(calibration, tree) for tree in found]

@@ -17,8 +17,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from medusa_decoding.trees.calibration import NONE, Calibration, RankPath, Text
 from medusa_decoding.trees.tree import Tree
+from medusa_decoding.tuning.calibration import NONE, Calibration, RankPath, Text
 
 Branches = dict[int, "Branches"]
 """A node's children by their rank, each with its own."""
@@ -53,16 +53,15 @@ def walk(calibration: Calibration, tree: Tree) -> Walked:
     """Replay a tree along all texts of a calibration.
 
     Raises:
-        ValueError: the calibration has no texts; the heads cannot fill the tree, or it has ranks that were not counted,
-            is dynamic or has a copied branch.
+        ValueError: the heads cannot fill the tree, or it has ranks that were not counted, is dynamic or has a copied
+            branch.
     """
-    texts = texts_of(calibration)
     check_walkable(tree)
     tree.check_fits(calibration.num_heads, calibration.ranks)
     branches = branches_of(tree)
     tokens, steps = [], []
     starts: Counter[RankPath] = Counter()
-    for of_prompt in texts:
+    for of_prompt in calibration.texts:
         begun = [path for text in of_prompt for path in steps_along(text, branches)]
         starts.update(begun)
         tokens.append(sum(map(len, of_prompt)))
@@ -76,16 +75,6 @@ def check_walkable(tree: Tree) -> None:
         raise ValueError(f"tree: expected no copied branch, whose tokens no head ranks, got one of {tree.lookup}")
     if tree.keep is not None:
         raise ValueError("tree: expected a static one, got a dynamic one, which has no fixed nodes")
-
-
-def texts_of(calibration: Calibration) -> tuple[tuple[Text, ...], ...]:
-    """Return the texts of a calibration; raise `ValueError` if it has none."""
-    if calibration.texts is None:
-        raise ValueError(
-            "calibration: expected one with its texts, to walk along (`medusa calibrate` again writes them), got one "
-            "that was made before they were kept"
-        )
-    return calibration.texts
 
 
 def branches_of(tree: Tree) -> Branches:

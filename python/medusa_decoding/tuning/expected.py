@@ -15,10 +15,10 @@ import numpy as np
 
 from medusa_decoding.evaluation import interval
 from medusa_decoding.evaluation.interval import Interval
-from medusa_decoding.trees.calibration import Calibration, RankPath, alone, counted
-from medusa_decoding.trees.replay import accepted, branches_of, check_walkable, walk
-from medusa_decoding.trees.search import joint_tree, walked_tree
 from medusa_decoding.trees.tree import Tree
+from medusa_decoding.tuning.calibration import Calibration, RankPath, alone, counted
+from medusa_decoding.tuning.replay import accepted, branches_of, check_walkable, walk
+from medusa_decoding.tuning.search import joint_tree, walked_tree
 
 PRODUCTS, PATHS, WALK = "products", "paths", "walk"
 """The measures that trees are searched by."""
@@ -31,12 +31,12 @@ class Expected:
     Attributes:
         independent: as if heads were right independently.
         paths: at a random position.
-        walked: of the steps that decoding makes; None for a calibration without texts, which has no intervals either.
+        walked: of the steps that decoding makes.
     """
 
     independent: Interval
     paths: Interval
-    walked: Interval | None
+    walked: Interval
 
     def cells(self) -> list[str]:
         """Return the three as cells of a table."""
@@ -51,10 +51,7 @@ def expect(calibration: Calibration, tree: Tree) -> Expected:
             branch.
     """
     check_walkable(tree)
-    by_rank = Interval(tree.expected_tokens(calibration.accuracies), None, None)
-    by_path = Interval(calibration.expected_tokens(tree), None, None)
-    if calibration.texts is None:
-        return Expected(by_rank, by_path, None)
+    tree.check_fits(calibration.num_heads, calibration.ranks)
     branches, hits, tokens = branches_of(tree), [], []
     for texts in calibration.texts:
         paths = counted([texts], calibration.num_heads)
@@ -67,6 +64,7 @@ def expect(calibration: Calibration, tree: Tree) -> Expected:
     # A calibration has a position, and so a step.
     assert independent is not None
     assert random is not None
+    assert walked is not None
     return Expected(independent, random, walked)
 
 
@@ -107,7 +105,7 @@ class SearchedTree:
 def search_trees(
     calibration: Calibration, sizes: Sequence[int], held_out: Calibration | None = None
 ) -> list[list[SearchedTree]]:
-    """Search the best trees of each size by products, by paths and, if there are texts, by walking.
+    """Search the best trees of each size by products, by paths and by walking.
 
     Sizes are numbers of nodes, root included. The trees are also judged by `held_out`, a calibration on other prompts.
 
@@ -116,9 +114,11 @@ def search_trees(
     """
     found = []
     for size in sizes:
-        trees = {PRODUCTS: Tree.optimal(calibration.accuracies, size), PATHS: joint_tree(calibration, size)}
-        if calibration.texts is not None:
-            trees[WALK] = walked_tree(calibration, size)
+        trees = {
+            PRODUCTS: Tree.optimal(calibration.accuracies, size),
+            PATHS: joint_tree(calibration, size),
+            WALK: walked_tree(calibration, size),
+        }
         plain = {*map(tuple, trees[PRODUCTS].choices)}
         found.append(
             [

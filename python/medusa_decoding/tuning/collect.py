@@ -3,7 +3,7 @@
 The texts are written without the heads, so that they are the model's own in any dtype: greedy, or sampled at a
 temperature, because heads are right about sampled texts at another rate. They rank candidates for a sampled text with
 the random numbers that it was drawn with, as in decoding. This module does not know what the ranks are for (see
-`trees.calibration`, `trees.replay` and `trees.search`).
+`calibration`, `replay` and `search`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from medusa_decoding.calibration.texts import Settings, Writer
 from medusa_decoding.evaluation.own_text import RANKS, own_text_ranks
 from medusa_decoding.evaluation.prompts import Prompt
 from medusa_decoding.files import only_writer
@@ -21,8 +20,9 @@ from medusa_decoding.files.resumable import ResumableFile, check_new, remove, st
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.options import PROMPT_TOKENS
 from medusa_decoding.progress import Progress
-from medusa_decoding.trees.calibration import NONE, Calibration, Text, text_name_of, text_of
 from medusa_decoding.trees.tree import Tree
+from medusa_decoding.tuning.calibration import NONE, Calibration, Text, text_name_of, text_of
+from medusa_decoding.tuning.texts import Settings, Writer
 
 RANK_NAMES = {"-", *map(str, range(RANKS))}
 
@@ -87,7 +87,7 @@ def calibrate(
         if file is not None and existing is not None and resume:
             if stated(progress_file(file)) is None:
                 _check_same(file, existing.made, made)
-            if existing.texts is not None and {name: existing.made.get(name) for name in made} == made:
+            if {name: existing.made.get(name) for name in made} == made:
                 if stated(progress_file(file)) == made:  # stopped after it had written its result
                     remove(progress_file(file))
                 return existing
@@ -114,7 +114,7 @@ def calibrate(
                 "want of room in the context"
             )
         made |= {"texts": len(written), "tokens": tokens, "left_out": left_out}
-        result = Calibration.of(heads, ranks, [texts for texts, _ in done], made)
+        result = Calibration(heads, ranks, [texts for texts, _ in done], made)
         if file is not None:
             result.save(file)
             remove(progress_file(file))

@@ -34,7 +34,7 @@ RankPath = tuple[int, ...]
 Text = tuple[RankPath, ...]
 """The path of ranks at each position of a text at which a step may start: one fewer than the text has tokens."""
 FORMAT = 2
-"""Of the file. Files without `format` (1) have no texts."""
+"""Of the file."""
 
 
 def wilson(hits: int, total: int) -> tuple[float, float]:
@@ -51,42 +51,29 @@ def wilson(hits: int, total: int) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Counts of paths.
+    """Ranks of the tokens of texts among the heads' candidates.
 
     Args:
         num_heads: K.
         ranks: R, counted candidates per head, 1 to 10.
-        paths: number of positions for each path of ranks, of length K; NONE if the token is not among the candidates.
+        texts: of each prompt, in order.
         made: what was measured and how, by name: fingerprints, prompts, settings, versions, texts, tokens.
-        texts: the texts of each prompt, position by position; a rank after the end of the text is NONE. None if the
-            file has format 1.
 
     Raises:
-        ValueError: there are no heads or no paths, ranks are out of bounds, a path has another length, a count is below
-            1, or the texts have other paths than `paths`.
+        ValueError: ranks outside of 1 to 10, a path of another length or with a rank that is not below `ranks` (or that
+            is known beyond its text's end), no text as long as the heads reach.
     """
 
     num_heads: int
     ranks: int
-    paths: Mapping[RankPath, int]
+    texts: Sequence[Sequence[Text]]
     made: Mapping[str, Any] = field(default_factory=dict)
-    texts: tuple[tuple[Text, ...], ...] | None = None
 
     def __post_init__(self) -> None:
         check_count("num_heads", self.num_heads)
+        object.__setattr__(self, "texts", tuple(map(tuple, self.texts)))
         if type(self.ranks) is not int or not 1 <= self.ranks <= MOST_RANKS:
             raise ValueError(f"ranks: expected a whole number from 1 to {MOST_RANKS}, got {self.ranks!r}")
-        for path, count in self.paths.items():
-            if len(path) != self.num_heads or not all(rank == NONE or 0 <= rank < self.ranks for rank in path):
-                raise ValueError(
-                    f"paths: expected {self.num_heads} ranks below {self.ranks} (or {NONE}) each, got {list(path)}"
-                )
-            if not isinstance(count, int) or count < 1:
-                raise ValueError(f"paths: expected a count from 1 for {list(path)}, got {count!r}")
-        if not self.paths:
-            raise ValueError("paths: give at least one")
-        if self.texts is None:
-            return
         for text in (text for texts in self.texts for text in texts):
             for left, path in zip(range(len(text), 0, -1), text, strict=True):
                 known = len(path) == self.num_heads and all(NONE <= rank < self.ranks for rank in path)
@@ -95,16 +82,13 @@ class Calibration:
                         f"texts: expected {self.num_heads} ranks below {self.ranks} (or {NONE}, which they are beyond "
                         f"the text's end) a position, got {list(path)} with {left} tokens to come"
                     )
-        if counted(self.texts, self.num_heads) != self.paths:
-            raise ValueError("texts: expected the very paths that were counted, got others")
+        if not self.paths:
+            raise ValueError(f"texts: expected one of more than {self.num_heads} tokens, as far as the heads reach")
 
-    @classmethod
-    def of(
-        cls, num_heads: int, ranks: int, texts: Iterable[Iterable[Text]], made: Mapping[str, Any] | None = None
-    ) -> Calibration:
-        """Count the paths of the texts of each prompt; arguments and errors as in the class."""
-        kept = tuple(tuple(of_prompt) for of_prompt in texts)
-        return cls(num_heads, ranks, dict(counted(kept, num_heads)), made or {}, kept)
+    @cached_property
+    def paths(self) -> Counter[RankPath]:
+        """How many positions have each path of ranks, of length K; NONE if a token is not among the candidates."""
+        return counted(self.texts, self.num_heads)
 
     @cached_property
     def positions(self) -> int:
@@ -161,15 +145,14 @@ class Calibration:
         intervals = [[[round(end, 6) for end in wilson(count, total)] for count in row] for row in hits]
         # Known ranks first, so that the order is the same whatever the order of counting was.
         order = sorted(self.paths, key=lambda path: [rank if rank != NONE else self.ranks for rank in path])
-        values = {
+        return {
+            "format": FORMAT,
             "made": dict(self.made),
             "accuracy": {"hits": hits, "total": [total] * self.num_heads, "intervals": intervals},
             "ranks": self.ranks,
             "paths": {name_of(path): self.paths[path] for path in order},
+            "texts": [[*map(text_name_of, texts)] for texts in self.texts],
         }
-        if self.texts is not None:
-            values = {"format": FORMAT} | values | {"texts": [[*map(text_name_of, texts)] for texts in self.texts]}
-        return values
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Calibration:
@@ -178,26 +161,17 @@ class Calibration:
         Raises:
             ValueError: it is something else, or its counts contradict each other.
         """
-        if values.get("format", 1) not in (1, FORMAT):
-            raise ValueError(f"format: expected 1 or {FORMAT}, got {values['format']}")
+        if values.get("format") != FORMAT:
+            raise ValueError(f"format: expected {FORMAT}, got {values.get('format')!r}; run `medusa calibrate` again")
         try:
-            accuracy, ranks, made = values["accuracy"], values["ranks"], values["made"]
-            hits, total = accuracy["hits"], accuracy["total"]
-            if not hits or not isinstance(made, dict):
-                raise ValueError(
-                    f"calibration: expected hits of at least one head and named fields in made, got {hits!r:.40} and "
-                    f"{made!r:.40}"
-                )
-            paths = {ranks_of(name.split(" ")): count for name, count in values["paths"].items()}
-            texts = None
-            if "format" in values:
-                texts = tuple(tuple(text_of(name, len(hits)) for name in names) for names in values["texts"])
-            found = cls(len(hits), ranks, paths, made, texts)
-            sums = found.hits, [found.positions] * found.num_heads
+            hits, total = values["accuracy"]["hits"], values["accuracy"]["total"]
+            texts = [[text_of(name, len(hits)) for name in names] for names in values["texts"]]
+            found = cls(len(hits), values["ranks"], texts, dict(values["made"]))
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"calibration: expected made, accuracy, ranks and paths, got {error!r}") from error
+            raise ValueError(f"calibration: expected made, accuracy, ranks and texts, got {error!r}") from error
+        sums = found.hits, [found.positions] * found.num_heads
         if sums != (hits, total):
-            raise ValueError(f"calibration: expected hits and totals that the paths add up to, {sums}, got others")
+            raise ValueError(f"calibration: expected hits and totals that the texts add up to, {sums}, got others")
         return found
 
     def save(self, path: str | Path) -> None:
@@ -223,11 +197,6 @@ def name_of(ranks: Iterable[int], between: str = " ") -> str:
     return between.join("-" if rank == NONE else str(rank) for rank in ranks)
 
 
-def ranks_of(names: Iterable[str]) -> RankPath:
-    """Return ranks from their names, a dash for NONE."""
-    return tuple(NONE if name == "-" else int(name) for name in names)
-
-
 def text_name_of(text: Text) -> str:
     """Return the paths of a text as one string: one character per rank, with a dash for NONE."""
     return name_of((rank for path in text for rank in path), "")
@@ -235,10 +204,10 @@ def text_name_of(text: Text) -> str:
 
 def text_of(name: str, num_heads: int) -> Text:
     """Inverse of `text_name_of`."""
-    ranks = ranks_of(name)
-    if len(ranks) % num_heads:
-        raise ValueError(f"texts: expected {num_heads} ranks a position, got {len(ranks)} in all")
-    return tuple(ranks[start : start + num_heads] for start in range(0, len(ranks), num_heads))
+    if len(name) % num_heads:
+        raise ValueError(f"texts: expected {num_heads} ranks a position, got {len(name)} in all")
+    ranks = [NONE if rank == "-" else int(rank) for rank in name]
+    return tuple(tuple(ranks[start : start + num_heads]) for start in range(0, len(ranks), num_heads))
 
 
 def alone(paths: Mapping[RankPath, int], num_heads: int, ranks: int) -> list[list[int]]:
@@ -270,16 +239,12 @@ def counted(texts: Iterable[Iterable[Text]], num_heads: int) -> Counter[RankPath
 
 
 def shared_prompts(one: Any, other: Any) -> int | None:
-    """Count the prompts of one set that are also in another one; None if a set does not tell.
+    """Count the prompts of one set that are also in another one; None if a set does not say.
 
     Both are `prompts` of what `Writer.describe` returned, or any other value that a file has there.
     """
-    if not (isinstance(one, dict) and isinstance(other, dict) and one and other):
-        return None
-    if one == other:
-        return int(one.get("count", 1))
-    first, second = one.get("each"), other.get("each")
-    if not (isinstance(first, list) and isinstance(second, list)):  # older files do not have these
+    first, second = (prompts.get("each") if isinstance(prompts, dict) else None for prompts in (one, other))
+    if not (isinstance(first, list) and isinstance(second, list)):
         return None
     known = set(map(str, second))
     return sum(str(name) in known for name in first)

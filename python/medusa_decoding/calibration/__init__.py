@@ -1,1 +1,0 @@
-"""How often heads are right on the user's own prompts, and what a tree gains by it."""
