@@ -79,8 +79,8 @@ def validate(calibration: Calibration, writer: Writer, prompts: Sequence[Prompt]
     `ratio` is the walked expectation over the measurement; its interval accounts for the chance in both samples.
     """
     rows = []  # tokens and steps of each prompt; the tokens of prefills are not counted
-    for number, prompt in enumerate(prompts):
-        lengths = [one.accept_lengths for one in writer.answers(prompt, number, tree) if one is not None]
+    for one in writer.answers(enumerate(prompts), tree):
+        lengths = [written.accept_lengths for written in one.written]
         steps = sum(map(len, lengths))
         rows.append((steps + sum(map(sum, lengths)), steps))
     measured = interval.ratio(rows)

@@ -232,8 +232,8 @@ class Run:
         prompt_tokens = self.settings["generation"]["prompt_tokens"]
         asked = Settings(self._args.new_tokens, prompt_tokens, None, self._args.temperature, SIDES[side])
         writer = Writer(model, self._tokenizer, asked)
-        texts = (next(writer.answers(prompt, number, tree)) for number, prompt in enumerate(self._prompts[side]))
-        return [text for text in texts if text is not None]
+        answered = sorted(writer.answers(enumerate(self._prompts[side]), tree), key=lambda one: one.number)
+        return [one.written[0] for one in answered if one.written]
 
     def row(self, variant: Variant, seed: int) -> Figures:
         """Train and measure a row with a seed, or return what an earlier run has found.

@@ -1,6 +1,8 @@
 """Walked trees: by hand, compared with all possible trees, and with the steps of real decoding."""
 
+import hashlib
 import itertools
+import json
 import random
 from collections import Counter
 
@@ -12,11 +14,13 @@ from hypothesis import strategies as st
 from medusa_decoding import MedusaHeads, MedusaModel, Tree
 from medusa_decoding.evaluation import Prompt, interval
 from medusa_decoding.evaluation.interval import Interval
+from medusa_decoding.evaluation.prompts import Conversations
 from medusa_decoding.tuning.calibration import NONE, Calibration
 from medusa_decoding.tuning.collect import calibrate
 from medusa_decoding.tuning.expected import expect
 from medusa_decoding.tuning.replay import walk
 from medusa_decoding.tuning.search import joint_tree, walked_tree
+from medusa_decoding.tuning.texts import Settings, Writer
 
 N = NONE
 # Eight tokens after the prompt; one path per position.
@@ -183,18 +187,33 @@ PROMPTS = [
 TREES = [Tree([]), Tree.chain(3), Tree.cartesian([8, 5, 3]), Tree([[1], [0], [1, 0], [0, 2], [1, 0, 1]])]
 
 
-def steps_of_decoding(model, tokenizer, tree, **sampled):
-    """Tokens and steps of each prompt's texts, from the model's own acceptance lengths."""
-    from medusa_decoding.tuning.texts import Settings, Writer
-
-    writer = Writer(model, tokenizer, Settings(max_new_tokens=NEW, prompt_tokens=6, **sampled))
-    found = []
+def steps_of_decoding(model, tokenizer, tree, temperature=0.0, seed=0):
+    """Tokens and steps of each prompt's texts, from acceptance lengths where each is written alone."""
+    conversations, found = Conversations(model, tokenizer, prompt_tokens=6), []
     for number, prompt in enumerate(PROMPTS):
-        written = list(writer.answers(prompt, number, tree))
-        assert all(len(one.new) == NEW for one in written)
-        lengths = [length for one in written for length in one.accept_lengths]
+        turns, new, lengths = conversations.turns(prompt), None, []
+        for turn in range(len(prompt.turns)):
+            ids, name = turns.send(new), json.dumps([seed, number, turn]).encode()
+            drawn = {"seed": int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")}
+            drawn |= {"do_sample": True, "temperature": temperature}
+            how = conversations.ending(prompt) | (drawn if temperature else {})
+            output = model.generate(torch.tensor([ids]), max_new_tokens=NEW, tree=tree, **how)
+            new = output.sequences[0, len(ids) :].tolist()
+            assert len(new) == NEW
+            lengths += output.accept_lengths[0]
         found.append((len(lengths) + sum(lengths), len(lengths)))
     return found
+
+
+def test_texts_written_at_once_accept_what_each_does_alone(make):
+    model, tokenizer = make()
+    writer = Writer(model, tokenizer, Settings(NEW, 6), slots=3)
+    for tree in TREES[1], TREES[3]:
+        steps = {}
+        for one in writer.answers(enumerate(PROMPTS), tree):
+            lengths = [length for text in one.written for length in text.accept_lengths]
+            steps[one.number] = len(lengths) + sum(lengths), len(lengths)
+        assert [steps[number] for number in range(len(PROMPTS))] == steps_of_decoding(model, tokenizer, tree)
 
 
 @pytest.mark.parametrize("sampled", [{}, {"temperature": 0.6, "seed": 5}], ids=["greedy", "drawn"])
@@ -231,7 +250,7 @@ def test_an_end_token_ends_the_walk(make):
 def test_a_stop_string_ends_the_walk(make, monkeypatch):
     """A plain template's answers end after the token that completes a string, also in the middle of a step."""
 
-    monkeypatch.setattr("medusa_decoding.chat.template.PLAIN_STOP", "e")
+    monkeypatch.setattr("medusa_decoding.chat.template.PLAIN_STOP", "f")
     model, tokenizer = make()
     asked = [Prompt((letter * n,)) for letter in "abcdefg" for n in (1, 4)]
     found = calibrate(model, tokenizer, asked, max_new_tokens=30, template="plain")
@@ -239,7 +258,7 @@ def test_a_stop_string_ends_the_walk(make, monkeypatch):
     for prompt in asked:
         text = f"User: {prompt.turns[0]}\n\nAssistant:"
         ids = torch.tensor([tokenizer(text)["input_ids"]])
-        out = model.generate(ids, max_new_tokens=30, tree=TREES[2], stop_strings=["e"], tokenizer=tokenizer)
+        out = model.generate(ids, max_new_tokens=30, tree=TREES[2], stop_strings=["f"], tokenizer=tokenizer)
         made.append((out.new_tokens[0] - 1, len(out.accept_lengths[0])))
         ended += out.new_tokens[0] < 30
         inside += out.new_tokens[0] < 30 and out.accept_lengths[0][-1:] > [0]

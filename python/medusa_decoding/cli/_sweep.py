@@ -9,18 +9,19 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+import torch
+
 from medusa_decoding.checkpoints.tuning_file import Case, Tuning
 from medusa_decoding.cli import _arguments
 from medusa_decoding.decode.runtime.steps import resolve_backend
 from medusa_decoding.evaluation.interval import WORDS
-from medusa_decoding.evaluation.prompts import Prompt
+from medusa_decoding.evaluation.prompts import Conversations, Prompt
 from medusa_decoding.files import append_line
-from medusa_decoding.model import MedusaModel
+from medusa_decoding.model import MedusaModel, MedusaOutput
 from medusa_decoding.progress import Progress
 from medusa_decoding.provenance import medusa_command, provenance
 from medusa_decoding.trees.tree import Tree
 from medusa_decoding.tuning.sweep import Swept, Verdict, Written, judge, sweep
-from medusa_decoding.tuning.texts import Settings, Writer
 
 
 def compare(args: argparse.Namespace, tuning: Tuning, model: MedusaModel, prompts: Sequence[Prompt]) -> None:
@@ -30,8 +31,8 @@ def compare(args: argparse.Namespace, tuning: Tuning, model: MedusaModel, prompt
     case that the times could not decide, it is the one that seemed the fastest.
     """
     new_tokens, rounds = args.max_new_tokens or 128, args.rounds or 3
-    writer = Writer(model, _arguments.load_tokenizer(args), Settings(new_tokens))
-    asked = [(prompt, writer.encode(prompt)) for prompt in prompts]
+    conversations = Conversations(model, _arguments.load_tokenizer(args))
+    asked = [(prompt, conversations.encode(prompt)) for prompt in prompts]
     asked = [(prompt, ids) for prompt, ids in asked if len(ids) + new_tokens <= model.backbone.context_limit]
     if not asked:
         raise ValueError(f"--prompts: none leaves room for {new_tokens} new tokens in the context")
@@ -40,7 +41,10 @@ def compare(args: argparse.Namespace, tuning: Tuning, model: MedusaModel, prompt
     expected = {size.tree: size.tokens for case in cases for size in case.sizes}
 
     def write(text: int, tree: Tree) -> Written:
-        output = writer.generate(*asked[text], tree, new_tokens, metrics=True)
+        prompt, ids = asked[text]
+        ending = conversations.ending(prompt)
+        output = model.generate(torch.tensor([ids]), max_new_tokens=new_tokens, tree=tree, metrics=True, **ending)
+        assert isinstance(output, MedusaOutput)
         assert output.metrics is not None
         return Written(output.new_tokens[0] - 1, output.metrics.steps, output.metrics.decode_seconds)
 

@@ -45,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
                     template=args.template,
                     temperature=args.temperature,
                     seed=args.seed or 0,
+                    slots=args.slots,
                     out=out,
                     resume=args.resume,
                     progress=True,

@@ -2,7 +2,10 @@
 
 The ways are Medusa, this package's plain loop (`Tree([])`) and transformers' `generate` with the model's own attention
 modules. The plain loop's text, which is the base model's own, is what the next turn follows and what heads are measured
-on. The order of the ways is shuffled for each text, so that none always runs after the same one. All of them run once
+on. Its answers do not go through `serving.answers`: they are timed here, one text alone as Medusa's are, and an engine
+that runs several at once would time another thing. What it shares with those that do is `prompts.Conversations`.
+
+The order of the ways is shuffled for each text, so that none always runs after the same one. All of them run once
 before anything is timed; if steps are compiled or captured, ours also run once on each text.
 """
 

@@ -13,16 +13,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from medusa_decoding.checks import check_count
 from medusa_decoding.evaluation.own_text import RANKS, own_text_ranks
 from medusa_decoding.evaluation.prompts import Prompt
 from medusa_decoding.files import only_writer
 from medusa_decoding.files.resumable import ResumableFile, check_new, remove, stated
 from medusa_decoding.model import MedusaModel
-from medusa_decoding.options import PROMPT_TOKENS
+from medusa_decoding.options import PROMPT_TOKENS, SLOTS
 from medusa_decoding.progress import Progress
-from medusa_decoding.trees.tree import Tree
 from medusa_decoding.tuning.calibration import NONE, Calibration, Text, text_name_of, text_of
-from medusa_decoding.tuning.texts import Settings, Writer
+from medusa_decoding.tuning.texts import Settings, Writer, Written
 
 RANK_NAMES = {"-", *map(str, range(RANKS))}
 
@@ -37,6 +37,7 @@ def calibrate(
     template: str | None = None,
     temperature: float = 0.0,
     seed: int = 0,
+    slots: int = SLOTS,
     out: str | Path | None = None,
     resume: bool = False,
     progress: bool = False,
@@ -53,17 +54,20 @@ def calibrate(
         temperature: above 0, tokens are sampled at it, for heads that are to serve sampling; 0: greedy texts. The rest
             is as in the model's own generation config.
         seed: of sampling.
+        slots: how many texts are written at once.
         out: a file for the result. Until it is complete, a file next to it (`.progress`) has one line per prompt, each
-            of them on the disk before the next prompt begins.
-        resume: continue a stopped run after its last prompt, with the same result, byte for byte; return an existing
-            result if it was made of the same. Start from the beginning if there is nothing to continue.
+            of them on the disk as soon as the prompt's last answer has ended.
+        resume: continue a stopped run with the prompts that are left. In float32 the result is the same, byte for byte;
+            in 16 bits, rounding depends on the texts that run at once. Return an existing result if it was made of the
+            same. Start from the beginning if there is nothing to continue.
         progress: show a progress bar on standard error, if that is a terminal.
 
     Raises:
         ValueError: bad arguments; a model without heads, or texts no longer than its heads reach; progress of a stopped
             run without `resume`; with `resume`, progress or a result of another model, other prompts, settings or
             versions; an `out` that is another kind of file or that another process writes; only texts that are shorter
-            than the heads reach.
+            than the heads reach; a model that the engine does not serve.
+        MemoryError: the cache for `slots` texts does not fit; says what would.
         OSError: a file that cannot be written.
     """
     settings = Settings(max_new_tokens, prompt_tokens, template, temperature, seed)
@@ -82,7 +86,7 @@ def calibrate(
     file = None if out is None else Path(out)
     with contextlib.nullcontext() if file is None else only_writer("out", file):
         existing = None if file is None else check_fresh(file, resume)
-        writer = Writer(model, tokenizer, settings)
+        writer = Writer(model, tokenizer, settings, slots)
         made = writer.describe(prompts)
         if file is not None and existing is not None and resume:
             if stated(progress_file(file)) is None:
@@ -94,16 +98,19 @@ def calibrate(
         kept = None
         if file is not None:
             kept = ResumableFile(progress_file(file), made, resume, lambda line: _parse(line, heads), name="out")
-        done: list[tuple[list[Text], int]] = [] if kept is None else kept.earlier
+        done: dict[int, tuple[list[Text], int]] = {} if kept is None else dict(kept.earlier)
+        left = [(number, prompt) for number, prompt in enumerate(prompts) if number not in done]
         with Progress(len(prompts), "prompt", initial=len(done), shown=progress) as bar:
-            for number in range(len(done), len(prompts)):
-                texts, left_out = rank_answers(writer, prompts[number], number)
+            for one in writer.answers(left):
+                texts = [rank(writer, written) for written in one.written]
                 if kept is not None:
-                    kept.write([{"texts": [*map(text_name_of, texts)], "left_out": left_out}])
-                done.append((texts, left_out))
+                    names = [*map(text_name_of, texts)]
+                    kept.write([{"number": one.number, "texts": names, "left_out": one.left_out}])
+                done[one.number] = texts, one.left_out
                 bar.update()
-        left_out = sum(turns for _, turns in done)
-        written = [text for texts, _ in done for text in texts]
+        by_prompt = [done[number][0] for number in range(len(prompts))]
+        left_out = sum(turns for _, turns in done.values())
+        written = [text for texts in by_prompt for text in texts]
         tokens = sum(1 + len(text) for text in written)
         if not any(len(text) >= heads for text in written):
             if file is not None:
@@ -114,26 +121,23 @@ def calibrate(
                 "want of room in the context"
             )
         made |= {"texts": len(written), "tokens": tokens, "left_out": left_out}
-        result = Calibration(heads, ranks, [texts for texts, _ in done], made)
+        result = Calibration(heads, ranks, by_prompt, made)
         if file is not None:
             result.save(file)
             remove(progress_file(file))
         return result
 
 
-def rank_answers(writer: Writer, prompt: Prompt, number: int) -> tuple[list[Text], int]:
-    """Answer a prompt's turns; return the ranks of the answers' tokens, and how many turns did not fit the context."""
-    answers = list(writer.answers(prompt, number, Tree([])))
-    written = [answer for answer in answers if answer is not None]
-    texts = []
-    for answer in written:
+def rank(writer: Writer, written: Written) -> Text:
+    """Return the ranks of an answer's tokens."""
+    model = writer.model
+    with model.backbone.lock.held(model.backbone.device):  # other answers run meanwhile
         ranks = own_text_ranks(
-            writer.model, answer.prompt + answer.new, len(answer.prompt),
-            temperature=writer.settings.temperature, seed=answer.seed,
+            model, written.prompt + written.new, len(written.prompt),
+            temperature=writer.settings.temperature, seed=written.seed,
         )  # fmt: skip
-        # There is no token to rank after the text's end (IGNORE, which is negative too).
-        texts.append(tuple(map(tuple, ranks.clamp(min=NONE).tolist())))
-    return texts, len(answers) - len(written)
+    # There is no token to rank after the text's end (IGNORE, which is negative too).
+    return tuple(map(tuple, ranks.clamp(min=NONE).tolist()))
 
 
 def progress_file(out: Path) -> Path:
@@ -161,13 +165,14 @@ def check_fresh(out: Path, resume: bool) -> Calibration | None:
     return existing
 
 
-def _parse(values: Any, num_heads: int) -> tuple[list[Text], int]:
-    names, left_out = values["texts"], values["left_out"]
-    if not isinstance(names, list) or type(left_out) is not int or left_out < 0:
-        raise ValueError("expected a list of texts and a count of turns left out")
+def _parse(values: Any, num_heads: int) -> tuple[int, tuple[list[Text], int]]:
+    number, names, left_out = values["number"], values["texts"], values["left_out"]
+    if not isinstance(names, list):
+        raise ValueError("expected a list of texts")
     if not all(isinstance(name, str) and set(name) <= RANK_NAMES for name in names):
         raise ValueError("expected ranks of one character each")
-    return [text_of(name, num_heads) for name in names], left_out
+    texts = [text_of(name, num_heads) for name in names]
+    return check_count("number", number, 0), (texts, check_count("left_out", left_out, 0))
 
 
 def _check_same(path: Path, stated: Any, made: Mapping[str, Any]) -> None:

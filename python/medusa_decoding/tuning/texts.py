@@ -1,28 +1,33 @@
 """Have a model answer the user's prompts, turn by turn, and keep the steps that each text took.
 
-Texts are greedy, or sampled at a temperature; the rest of the model's own generation config (repetition penalty, least
-length, top-p, ..) applies as in any generation. With any tree the texts are the model's own, except for rounding in
-half precision: random numbers belong to a text and a position in it (see `MedusaModel.generate`). This module does not
-know what the texts are for.
+Answers run in the engine of `medusa serve` (`serving.answers`), several at once. Texts are greedy, or sampled at a
+temperature; the rest of the model's own generation config (repetition penalty, least length, top-p, ..) applies as in
+any generation. With any tree, and whatever runs beside them, the texts are those that the model writes alone, except
+for rounding in half precision: random numbers belong to a text and a position in it (see `MedusaModel.generate`). This
+module does not know what the texts are for.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from medusa_decoding.chat.streaming import AnswerText
 from medusa_decoding.chat.template import ChatTemplate, Message
 from medusa_decoding.checks import check_count
 from medusa_decoding.decode.runtime.steps import resolve_backend
 from medusa_decoding.evaluation.prompts import Conversations, Prompt
-from medusa_decoding.model import MedusaModel, MedusaOutput
-from medusa_decoding.options import PROMPT_TOKENS
+from medusa_decoding.model import MedusaModel
+from medusa_decoding.options import PROMPT_TOKENS, SLOTS
 from medusa_decoding.provenance import fingerprint, versions
+from medusa_decoding.serving.answers import Answer, Answers
+from medusa_decoding.serving.rows import own_stop_strings
 from medusa_decoding.trees.tree import Tree
 
 SAMPLING = ("top_k", "top_p", "min_p")
@@ -68,11 +73,35 @@ class Written:
     seed: int | None
 
 
+@dataclass(eq=False)
+class Conversation:
+    """A prompt and the model's answers to its turns.
+
+    Attributes:
+        number: the prompt's index among all; random numbers depend on it.
+        prompt: the prompt.
+        turns: see `Conversations.turns`.
+        ids: tokens of the turn that is to be answered.
+        written: the answers so far.
+    """
+
+    number: int
+    prompt: Prompt
+    turns: Generator[list[int], list[int] | None, None]
+    ids: list[int]
+    written: list[Written] = field(default_factory=list)
+
+    @property
+    def left_out(self) -> int:
+        """How many turns have no answer: once all has been written, those that did not fit the context."""
+        return len(self.prompt.turns) - len(self.written)
+
+
 class Writer:
     """Has a model answer prompts; every turn follows the model's own answer to the previous one."""
 
-    def __init__(self, model: MedusaModel, tokenizer: Any, settings: Settings) -> None:
-        self.model, self.settings = model, settings
+    def __init__(self, model: MedusaModel, tokenizer: Any, settings: Settings, slots: int = SLOTS) -> None:
+        self.model, self.settings, self.slots = model, settings, slots
         self._conversations = Conversations(model, tokenizer, settings.template, settings.prompt_tokens)
         self._chat, self.encode = self._conversations.chat, self._conversations.encode
 
@@ -109,35 +138,59 @@ class Writer:
             "versions": versions("torch", "transformers", "medusa-kernels"),
         }
 
-    def answers(self, prompt: Prompt, number: int, tree: Tree) -> Iterator[Written | None]:
-        """Yield the text of each turn of a prompt, or None for a turn that does not fit the context.
+    def answers(self, prompts: Iterable[tuple[int, Prompt]], tree: Tree | None = None) -> Iterator[Conversation]:
+        """Yield each prompt, given with its number, when its last answer has ended; steps verify the tree, if any.
 
-        Random numbers depend on `number`, the prompt's index among all. Steps verify the tree.
+        A turn that does not fit the context ends its conversation.
         """
-        settings, turns, new = self.settings, self._conversations.turns(prompt), None
-        for turn in range(len(prompt.turns)):
-            ids = turns.send(new)
-            room = self.model.backbone.context_limit - len(ids)
-            if room < 1:
-                yield from [None] * (len(prompt.turns) - turn)
-                return
-            sampling: dict[str, Any] = {}
-            seed: int | None = None
-            if settings.temperature:
-                # Each text has its own random numbers, also in a run that goes on after a stop.
-                name = json.dumps([settings.seed, number, turn]).encode()
-                seed = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")
-                sampling = {"do_sample": True, "temperature": settings.temperature, "seed": seed}
-            output = self.generate(prompt, ids, tree, min(settings.max_new_tokens, room), **sampling)
-            new = output.sequences[0, len(ids) :].tolist()
-            yield Written(ids, new, output.accept_lengths[0], seed)
+        limit = self.model.backbone.context_limit
+        asked = [
+            Conversation(number, one, turns := self._conversations.turns(one), next(turns)) for number, one in prompts
+        ]
+        waiting = [one for one in asked if len(one.ids) < limit]
+        yield from (one for one in asked if len(one.ids) >= limit)
+        while waiting:
+            context, later = min(limit, max(map(self._reach, waiting))), []
+            slots = min(self.slots, len(waiting))
+            with Answers(self.model, slots, context, tree=Tree([]) if tree is None else tree) as answers:
+                for answer in answers.each(iter(waiting), functools.partial(self._ask, answers)):
+                    one: Conversation = answer.asked
+                    one.written.append(Written(one.ids, answer.tokens, answer.accepted, self._seed(one)))
+                    if one.left_out:
+                        one.ids = one.turns.send(answer.tokens)
+                    if not one.left_out or len(one.ids) >= limit:
+                        yield one
+                    elif self._end(one) <= context:
+                        self._ask(answers, one)
+                    else:  # its answers were longer in the template than expected
+                        later.append(one)
+            waiting = later
 
-    def generate(self, prompt: Prompt, ids: list[int], tree: Tree, max_new_tokens: int, **more: Any) -> MedusaOutput:
-        """Continue the tokens of a prompt up to the end of an answer; `more` arguments as in `MedusaModel.generate`."""
-        ending = self._conversations.ending(prompt)
-        output = self.model.generate(torch.tensor([ids]), max_new_tokens=max_new_tokens, tree=tree, **ending, **more)
-        assert isinstance(output, MedusaOutput)
-        return output
+    def _ask(self, answers: Answers, one: Conversation) -> None:
+        ending = self._conversations.ending(one.prompt)
+        stops = ending.get("stop_strings") or own_stop_strings(self.model)
+        answer = Answer(one, one.prompt.where, AnswerText(self._chat.tokenizer, stops) if stops else None)
+        sampling: dict[str, Any] = {"do_sample": False}
+        if self.settings.temperature:
+            sampling = {"do_sample": True, "temperature": self.settings.temperature, "seed": self._seed(one)}
+        new_tokens = self._end(one) - len(one.ids)
+        answers.ask(answer, one.ids, ends=ending.get("eos_token_id", ()), max_new_tokens=new_tokens, **sampling)
+
+    def _seed(self, one: Conversation) -> int | None:
+        """Return the seed of the next text: each has its own random numbers, also in a run that continues another."""
+        if not self.settings.temperature:
+            return None
+        name = json.dumps([self.settings.seed, one.number, len(one.written)]).encode()
+        return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big")
+
+    def _end(self, one: Conversation) -> int:
+        """Return the most tokens that a turn has with its answer."""
+        return min(len(one.ids) + self.settings.max_new_tokens, self.model.backbone.context_limit)
+
+    def _reach(self, one: Conversation) -> int:
+        """Return about how many tokens a conversation has in the end."""
+        further = (self.encode(Prompt((turn,))) for turn in one.prompt.turns[len(one.written) + 1 :])
+        return self._end(one) + sum(len(ids) + self.settings.max_new_tokens for ids in further)
 
     def _hash_of_template(self) -> str:
         try:

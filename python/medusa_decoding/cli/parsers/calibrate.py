@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 
 from medusa_decoding.cli import _arguments
+from medusa_decoding.options import SLOTS
 from medusa_decoding.trees.tree import Tree
 
 
@@ -37,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     words = "of sampling: the same seed, the same texts"
     _arguments.add_option(parser, "--seed N", _arguments.at_least_zero, words)
     _arguments.add_backend(parser)
+    _arguments.add_option(parser, "--slots N", _arguments.at_least_one, "texts that are written at once", SLOTS)
     words = "default: calibration.json in the folder of the heads"
     _arguments.add_option(parser, "--out FILE", _arguments.path, words)
     parser.add_argument("--resume", action="store_true", help="continue a stopped run")
