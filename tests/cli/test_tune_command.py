@@ -288,7 +288,7 @@ def test_a_sweep_chooses_by_the_length_of_each_prompt(tune, folder, stored, tmp_
     assert code == 0
     assert "3 texts of up to 8 new tokens, 1 rounds; 1 prompts left out for want of room in the context" in out
     assert "chosen: 2 nodes for prefix 16, 4 nodes for prefix 64" in out
-    assert re.search(r"the trees chosen by length are number \d of 4, [\d.]+ % (behind|ahead of) the fastest", out)
+    assert re.search(r"what was chosen is number \d of 4, [\d.]+ % (behind|ahead of) the fastest", out)
 
 
 @pytest.mark.parametrize(

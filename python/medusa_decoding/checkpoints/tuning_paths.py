@@ -66,12 +66,14 @@ def stored_files(folder: Path, runtime: str = "") -> list[Path]:
     Files that cannot be accessed are left out.
     """
     own, cache = folder / FILE, cache_folder(folder)
-    cached = [] if cache is None else _tuning_files(cache)
-    present = [*cached, own] if _is_file(own) else cached
+    try:
+        cached = [] if cache is None else sorted(cache.glob("tuning*.json"))
+    except OSError:
+        cached = []
     first = [own, (cache or folder) / cache_name(runtime)]
     if not is_writable(folder):
         first.reverse()
-    return [file for file in first if file in present] + [file for file in cached if file not in first]
+    return [file for file in dict.fromkeys([*first, *cached]) if os.path.isfile(file)]
 
 
 def check_writable(name: str, file: Path) -> None:
@@ -84,21 +86,3 @@ def check_writable(name: str, file: Path) -> None:
 
 def _hash(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-def _is_file(file: Path) -> bool:
-    try:
-        return file.is_file()
-    except OSError as error:
-        logger.info("%s cannot be looked at: %s", file, error)
-        return False
-
-
-def _tuning_files(cache: Path) -> list[Path]:
-    try:
-        return sorted(file for file in cache.iterdir() if file.name.startswith("tuning") and file.suffix == ".json")
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    except OSError as error:
-        logger.info("%s cannot be looked at: %s", cache, error)
-        return []

@@ -15,7 +15,7 @@ from medusa_decoding.cli.tree import DRAWN
 from medusa_decoding.evaluation import read_prompts
 from medusa_decoding.evaluation.report import in_columns
 from medusa_decoding.files import only_writer
-from medusa_decoding.tuning.calibration import Calibration, wilson
+from medusa_decoding.tuning.calibration import Calibration
 from medusa_decoding.tuning.collect import calibrate, check_fresh, progress_file
 from medusa_decoding.tuning.expected import expect
 from medusa_decoding.tuning.search import most_nodes, walked_tree
@@ -75,12 +75,7 @@ def as_text(calibration: Calibration) -> str:
     ranks = [n for n in RANKS if n <= calibration.ranks]
     rows = [["", *(f"top-{n}" for n in ranks)]]
     for head, hits in enumerate(calibration.hits, start=1):
-        cells = []
-        for n in ranks:
-            low, high = wilson(hits[n - 1], calibration.positions)
-            share = hits[n - 1] / calibration.positions
-            cells.append(f"{100 * share:.1f} ({100 * low:.1f} to {100 * high:.1f})")
-        rows.append([f"head {head}", *cells])
+        rows.append([f"head {head}", *(f"{100 * hits[n - 1] / calibration.positions:.1f}" for n in ranks)])
     made = calibration.made
     temperature = made["settings"]["temperature"]
     how = f"drawn at temperature {temperature}" if temperature else "greedy"
@@ -91,6 +86,6 @@ def as_text(calibration: Calibration) -> str:
         trees.append([str(size), walked, independent, paths])
     return (
         f"{in_columns(rows)}\n\nPercent of {calibration.positions} positions in {made['texts']} texts "
-        f"({made['tokens']} tokens, {how}); 95 % intervals, as if positions were independent\n\n"
+        f"({made['tokens']} tokens, {how})\n\n"
         f"{in_columns(trees)}\n\nThe best trees when walked as steps do. {DRAWN}"
     )

@@ -5,24 +5,28 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from medusa_decoding.checkpoints import tuning_file, tuning_paths
 from medusa_decoding.checkpoints.tuning_file import WALKED, Case, Conditions, Tuning
 from medusa_decoding.cli import _arguments
-from medusa_decoding.cli._sweep import compare
 from medusa_decoding.decode.adaptive.acceptance import CLIFFS
 from medusa_decoding.evaluation import read_prompts
-from medusa_decoding.evaluation.interval import LEVEL
-from medusa_decoding.files import only_writer
+from medusa_decoding.evaluation.interval import LEVEL, WORDS, Interval
+from medusa_decoding.evaluation.interval import as_text as as_interval
+from medusa_decoding.evaluation.prompts import Prompt
+from medusa_decoding.evaluation.report import in_columns
+from medusa_decoding.files import append_line, only_writer
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.progress import Progress
-from medusa_decoding.provenance import LIBRARIES, versions
+from medusa_decoding.provenance import LIBRARIES, medusa_command, provenance, versions
 from medusa_decoding.trees.tree import Tree
 from medusa_decoding.tuning.calibration import Calibration
 from medusa_decoding.tuning.select import best_trees, expected_tokens, fastest, load_knowledge, new_case, new_tuning
 from medusa_decoding.tuning.step_timer import longest_prefix, time_steps
+from medusa_decoding.tuning.sweep import compare
 
 PREFIXES, NODES = (128, 1024), (1, 2, 4, 8, 16, 32, 64)
 FEW_TEXTS = 20
@@ -68,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
         else:
             file, tuning = tuning_file.find(folder, conditions, model.heads)
         if args.sweep:
-            compare(args, tuning, model, prompts)
+            sweep(args, tuning, model, prompts)
         else:
             check(args, folder, model, file, tuning)
     return 0
@@ -120,6 +124,51 @@ def tune(args: argparse.Namespace, folder: Path, model: MedusaModel, conditions:
     print(json.dumps({"file": str(file)} | tuning.to_json()) if args.json else as_text(tuning, stored))
     if not args.json:
         print(f"stored in {file}")
+
+
+def sweep(args: argparse.Namespace, tuning: Tuning, model: MedusaModel, prompts: Sequence[Prompt]) -> None:
+    """Generate with every tree of a tuning, print the rank of the chosen ones, and append a record."""
+    tokenizer = _arguments.load_tokenizer(args)
+    figures = compare(model, tokenizer, tuning, prompts, args.max_new_tokens or 128, args.rounds or 3)
+    if args.sweep_out is not None:
+        record = {
+            "benchmark": "tune_sweep",
+            "model": args.model or "the embedded demo checkpoint",
+            "dtype": tuning.conditions.dtype,
+            "backend": tuning.conditions.backend,
+            "batch": 1,
+            "weighed": tuning.weighed,
+        }
+        append_line(args.sweep_out, record | figures | provenance(medusa_command(), model.backbone.device))
+    print(json.dumps(figures) if args.json else sweep_text(figures))
+
+
+def sweep_text(figures: dict[str, Any]) -> str:
+    """Return a comparison as a table for a terminal."""
+    cases = [
+        f"{one['chosen_nodes']} nodes for prefix {one['prefix']}" + " (undecided)" * one["undecided"]
+        for one in figures["cases"]
+    ]
+    rows = [["", "nodes", "tokens per step", "expected", "tokens per second", "slowest..fastest round"]]
+    for one in figures["trees"]:
+        rates = [f"{one[name]:.1f}" for name in ("tokens_per_second", "slowest_round", "fastest_round")]
+        tokens = [f"{one[name]:.2f}" for name in ("tokens_per_step", "expected_tokens")]
+        rows.append(["*" * one["chosen"], str(one["nodes"]), *tokens, rates[0], "..".join(rates[1:])])
+    lines = [
+        f"{figures['texts']} texts of up to {figures['max_new_tokens']} new tokens, {figures['rounds']} rounds; "
+        f"{figures['left_out']} prompts left out for want of room in the context",
+        f"chosen: {', '.join(cases)}",
+        in_columns(rows),
+        f"what was chosen is number {figures['rank']} of {len(figures['trees'])}, {100 * abs(figures['behind']):.1f} % "
+        f"{'behind' if figures['behind'] >= 0 else 'ahead of'} the fastest ({figures['best_nodes']} nodes)",
+    ]
+    ratio = figures["chosen_over_best"]
+    if figures["behind"] and ratio is not None and ratio["low"] is not None:
+        lines.append(
+            f"rate over that of the fastest: {as_interval(Interval(**ratio))} ({WORDS}). The fastest tree was found on "
+            "the same texts, so a single chosen tree is at most at 1, and below it by chance too"
+        )
+    return "\n".join(lines)
 
 
 def words_of(case: Case) -> str:

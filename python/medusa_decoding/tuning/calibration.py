@@ -11,7 +11,6 @@ So the paths of each text are also kept in order (see `replay.walk`).
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -28,25 +27,11 @@ NONE = -1
 """Rank of a token that is not among a head's candidates."""
 MOST_RANKS = 10
 """Each rank is one character in the file."""
-Z = 1.959963984540054
-"""Half the width of a normal distribution's 95 % interval, in standard deviations."""
 RankPath = tuple[int, ...]
 Text = tuple[RankPath, ...]
 """The path of ranks at each position of a text at which a step may start: one fewer than the text has tokens."""
 FORMAT = 2
 """Of the file."""
-
-
-def wilson(hits: int, total: int) -> tuple[float, float]:
-    """Return the 95 % score interval of a share of independent trials (Wilson, 1927); (0, 1) without trials."""
-    if not total:
-        return 0.0, 1.0
-    share, square = hits / total, Z * Z / total
-    middle = (share + square / 2) / (1 + square)
-    half = Z / (1 + square) * math.sqrt(share * (1 - share) / total + square / (4 * total))
-    # At the ends the two are equal but for rounding.
-    low, high = 0.0 if hits == 0 else middle - half, 1.0 if hits == total else middle + half
-    return max(0.0, low), min(1.0, high)
 
 
 @dataclass(frozen=True)
@@ -141,14 +126,12 @@ class Calibration:
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form; `python -m benchmarks.simulator --accuracies` reads its `accuracy`."""
-        hits, total = self.hits, self.positions
-        intervals = [[[round(end, 6) for end in wilson(count, total)] for count in row] for row in hits]
         # Known ranks first, so that the order is the same whatever the order of counting was.
         order = sorted(self.paths, key=lambda path: [rank if rank != NONE else self.ranks for rank in path])
         return {
             "format": FORMAT,
             "made": dict(self.made),
-            "accuracy": {"hits": hits, "total": [total] * self.num_heads, "intervals": intervals},
+            "accuracy": {"hits": self.hits, "total": [self.positions] * self.num_heads},
             "ranks": self.ranks,
             "paths": {name_of(path): self.paths[path] for path in order},
             "texts": [[*map(text_name_of, texts)] for texts in self.texts],

@@ -2,19 +2,27 @@
 
 Each text is written with every tree, in an order shuffled for each text and round. A tree's rate is its tokens over the
 time of its steps, with the median of the rounds for each text. Prefills are left out, because they are the same for all
-trees. This module does not know models or tokenizers.
+trees.
 """
 
 from __future__ import annotations
 
 import random
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
+import torch
+
+from medusa_decoding.checkpoints.tuning_file import Tuning
 from medusa_decoding.checks import check_count
+from medusa_decoding.decode.runtime.steps import resolve_backend
 from medusa_decoding.evaluation import interval
-from medusa_decoding.evaluation.interval import Interval
+from medusa_decoding.evaluation.prompts import Conversations, Prompt
+from medusa_decoding.model import MedusaModel, MedusaOutput
+from medusa_decoding.progress import Progress
 from medusa_decoding.trees.tree import Tree
 
 
@@ -49,26 +57,77 @@ class Swept:
         return _rate(self.texts)
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """The chosen trees in comparison with all trees.
+def compare(
+    model: MedusaModel,
+    tokenizer: Any,
+    tuning: Tuning,
+    prompts: Sequence[Prompt],
+    max_new_tokens: int = 128,
+    rounds: int = 3,
+) -> dict[str, Any]:
+    """Generate with every tree of a tuning, and compare the trees chosen by it with all of them; show a progress bar.
 
-    Attributes:
-        rank: 1 if no tree is faster.
-        behind: share of the fastest tree's rate that the chosen ones lack; below 0 if trees chosen per text are faster
-            than any single one.
-        best: the fastest tree.
-        rate: tokens per second with the chosen trees.
-        of_best: their rate over the fastest tree's, with a 95 % interval (bootstrap over texts); None if it is not
-            finite. The fastest tree is found on the same texts: if one tree was chosen for all of them, the ratio is at
-            most 1 by construction, and below 1 by chance also if trees are equally fast.
+    The tree chosen for a text is that of the case with the prefix nearest to its prompt's length, as in decoding. For a
+    case that the times could not decide, it is the one that seemed the fastest. Prompts without room for the new tokens
+    are left out; of the others, the first turn is used.
+
+    Returns:
+        JSON values: what was compared, `cases`, `trees`, and what `judge` returns.
+
+    Raises:
+        ValueError: no prompt leaves room, or no text has more than one new token.
     """
+    conversations = Conversations(model, tokenizer)
+    asked = [(prompt, conversations.encode(prompt)) for prompt in prompts]
+    asked = [(prompt, ids) for prompt, ids in asked if len(ids) + max_new_tokens <= model.backbone.context_limit]
+    if not asked:
+        raise ValueError(f"--prompts: none leaves room for {max_new_tokens} new tokens in the context")
+    cases = [tuning.nearest(1, len(ids)) for _, ids in asked]
+    chosen = [(case.chosen or case.fastest).tree for case in cases]
+    expected = {size.tree: size.tokens for case in cases for size in case.sizes}
 
-    rank: int
-    behind: float
-    best: Tree
-    rate: float
-    of_best: Interval | None
+    def write(text: int, tree: Tree) -> Written:
+        prompt, ids = asked[text]
+        ending = conversations.ending(prompt)
+        output = model.generate(torch.tensor([ids]), max_new_tokens=max_new_tokens, tree=tree, metrics=True, **ending)
+        assert isinstance(output, MedusaOutput)
+        assert output.metrics is not None
+        return Written(output.new_tokens[0] - 1, output.metrics.steps, output.metrics.decode_seconds)
+
+    eager = resolve_backend(model.backend, model.backbone.device) == "eager"
+    with Progress(rounds * len(asked) * len(expected), "text") as bar:
+        found = sweep(write, [*expected], len(asked), rounds=rounds, warm_all=not eager, on_text=bar.update)
+    texts = Counter(case.prefix for case in cases)
+    return {
+        "texts": len(asked),
+        "left_out": len(prompts) - len(asked),
+        "max_new_tokens": max_new_tokens,
+        "rounds": rounds,
+        "cases": [
+            {
+                "prefix": prefix,
+                "texts": texts[prefix],
+                "chosen_nodes": (case.chosen or case.fastest).nodes,
+                "undecided": case.chosen is None,
+                "step_seconds": [{"nodes": size.nodes, "seconds": size.seconds} for size in case.sizes],
+            }
+            for prefix, case in sorted({case.prefix: case for case in cases}.items())
+        ],
+        "trees": [
+            {
+                "nodes": one.tree.num_nodes,
+                "choices": one.tree.choices,
+                "chosen": one.tree in chosen,
+                "tokens_per_step": one.tokens_per_step,
+                "expected_tokens": expected[one.tree],
+                "tokens_per_second": one.rate,
+                "slowest_round": one.low,
+                "fastest_round": one.high,
+            }
+            for one in found
+        ],
+        **judge(chosen, found),
+    }
 
 
 def sweep(
@@ -124,22 +183,27 @@ def _summed(tree: Tree, rounds: Sequence[Sequence[Written]]) -> Swept:
     return Swept(tree, texts, min(rates), max(rates), tokens / steps)
 
 
-def judge(chosen: Sequence[Tree], found: Sequence[Swept]) -> Verdict:
+def judge(chosen: Sequence[Tree], found: Sequence[Swept]) -> dict[str, Any]:
     """Compare the trees chosen, one per text, with the results of all trees.
 
-    Raises:
-        ValueError: a tree that is not among those found, or another number of trees than texts.
+    Returns:
+        chosen_tokens_per_second; best_nodes, of the fastest tree; rank, 1 if no tree is faster; behind, the share of
+        the fastest tree's rate that the chosen ones lack, below 0 if trees chosen per text are faster than any single
+        one; chosen_over_best, the ratio of the rates with a 95 % interval (bootstrap over texts), or None if it is not
+        finite. The fastest tree is found on the same texts: if one tree was chosen for all of them, the ratio is at
+        most 1 by construction, and below 1 by chance also if trees are equally fast.
     """
     by_tree = {one.tree: one.texts for one in found}
-    for tree in chosen:
-        if tree not in by_tree:
-            raise ValueError(f"chosen: expected one of the trees that were compared, got {tree}")
-    if len(chosen) != len(found[0].texts):
-        raise ValueError(f"chosen: expected a tree for each of {len(found[0].texts)} texts, got {len(chosen)}")
     texts = [by_tree[tree][index] for index, tree in enumerate(chosen)]
     rate, best = _rate(texts), max(found, key=lambda one: one.rate)
     of_best = interval.ratio_of_rates([(*own, *other) for own, other in zip(texts, best.texts, strict=True)])
-    return Verdict(1 + sum(one.rate > rate for one in found), 1.0 - rate / best.rate, best.tree, rate, of_best)
+    return {
+        "chosen_tokens_per_second": rate,
+        "best_nodes": best.tree.num_nodes,
+        "rank": 1 + sum(one.rate > rate for one in found),
+        "behind": 1.0 - rate / best.rate,
+        "chosen_over_best": None if of_best is None else asdict(of_best),
+    }
 
 
 def _rate(texts: Sequence[tuple[int, float]]) -> float:
