@@ -33,8 +33,8 @@ from benchmarks.simulator.simulate import (
     paying_nodes,
 )
 from medusa_decoding.checkpoints.accuracies import read_accuracies
+from medusa_decoding.checks import import_library
 from medusa_decoding.cli._arguments import add_option, at_least_one, counts, factor
-from medusa_decoding.trees.plot import check_matplotlib
 
 MEASURED = ("cpu", "cuda")
 
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(args: argparse.Namespace) -> None:
     """Simulate what the arguments say, and print or draw it."""
     if args.plot is not None:
-        check_matplotlib()  # before any work
+        import_library("matplotlib", "--plot", extra="bench")  # before any work
     simulation = make_simulation(args)
     if args.save_device is not None:
         write_device(simulation.device, args.save_device)

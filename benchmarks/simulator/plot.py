@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.simulator.simulate import Point
-from medusa_decoding.trees.plot import check_matplotlib
 
 # Colours that stay apart in print and for the colour-blind (Okabe and Ito, 2008).
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
@@ -16,9 +15,8 @@ def draw_sweep(points: Sequence[Point], title: str, path: Path) -> None:
     """Plot speedup against nodes: one line per batch, one panel per sequence length.
 
     Raises:
-        ValueError: matplotlib is not installed.
+        ModuleNotFoundError: matplotlib is not installed.
     """
-    check_matplotlib()
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -110,14 +110,6 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
         ),
         r"expected each name once, with or without medusa_heads\., got blocks\.0\.layers\.0\.weight twice",
     ),
-    "vllm: a token_map beyond the projection": (
-        vllm(
-            {"blocks.0.layers.0.weight": torch.ones(8, 8), "lm_heads.0.weight": torch.ones(11, 8)}
-            | {"token_map": torch.tensor([0, 2**40])},
-            truncated_vocab_size=2,
-        ),
-        r"token_map: expected ids in \[0, 11\), got 0 to 1099511627776",
-    ),
     "a shard elsewhere": (
         index({"medusa_head.0.0.linear.weight": "../secret.safetensors"}),
         "names of files beside it",

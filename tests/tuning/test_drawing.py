@@ -2,14 +2,11 @@
 
 import re
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medusa_decoding import Tree
 from medusa_decoding.trees.plot import as_text
-
-ACCURACIES = [[0.6, 0.2, 0.05], [0.5, 0.1, 0.02], [0.4, 0.1, 0.01]]
 
 
 def picture(tree, width=80, shares=None):
@@ -76,18 +73,6 @@ def test_every_picture_fits_and_says_what_is_missing(tree, width, shaded):
         assert ends == {place for place, sign in enumerate(below) if sign != " " and place >= margin}
         starts = {place for place, sign in enumerate(edges) if sign in "│┴┼" and place >= margin}
         assert starts <= {place for place, sign in enumerate(above) if sign != " " and place >= margin}
-
-
-def test_plot_writes_an_image(tmp_path):
-    pytest.importorskip("matplotlib")
-    tree = Tree.cartesian([3, 2])
-    figure = tree.plot(ACCURACIES, tmp_path / "tree.png")
-    content = (tmp_path / "tree.png").read_bytes()
-    assert content.startswith(b"\x89PNG\r\n\x1a\n")
-    assert [path.name for path in tmp_path.iterdir()] == ["tree.png"]
-    expected = 1 + 0.85 + 0.85 * 0.6
-    assert f"{expected:.3f} tokens per step" in figure.axes[0].get_title()
-    assert "tokens" not in tree.plot().axes[0].get_title()
 
 
 def test_the_candidates_of_a_dynamic_tree_are_drawn():

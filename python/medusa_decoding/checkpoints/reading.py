@@ -10,14 +10,15 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from types import ModuleType
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
 
 from medusa_decoding.checkpoints import embedded, original, vllm
 from medusa_decoding.checkpoints.config_checks import check_revision
-from medusa_decoding.checkpoints.layout import DTYPES, HeadTensors, Layout, check_base, disagreements, examine, pack
+from medusa_decoding.checkpoints.layout import DTYPES, Layout, check_base, disagreements, examine, pack
 from medusa_decoding.checkpoints.original import REVISION
 from medusa_decoding.checkpoints.pretrained import stated_sizes
 from medusa_decoding.files import read_json_object
@@ -27,24 +28,12 @@ from medusa_decoding.heads import MedusaHeads
 _log = logging.getLogger(__name__)
 
 
-class Format(Protocol):
-    """What a format's module provides: its name, the files that it is recognised by (in words) and three functions."""
+FORMATS: tuple[ModuleType, ...] = (original, embedded, vllm)
+"""Modules of the known formats. If several recognise a folder, the first one reads it and a note says so.
 
-    NAME: str
-    FILES: str
-
-    def recognise(self, folder: Path) -> bool:
-        """Return whether the folder holds this format."""
-
-    def gather(self, folder: Path) -> HeadTensors:
-        """List the heads' tensors under the paper's names."""
-
-    def base_model(self, folder: Path, config: Mapping[str, Any]) -> str | None:
-        """Return the base model's folder or hub id, if the checkpoint says."""
-
-
-FORMATS: tuple[Format, ...] = (original, embedded, vllm)
-"""Known formats. If several recognise a folder, the first one reads it and a note says so."""
+Each has its NAME, FILES that it is recognised by (in words), `recognise(folder)`, `gather(folder)`, which lists the
+heads' tensors under the paper's names, and `base_model(folder, config)`.
+"""
 
 # Weights and small files, including those of a base model in the same repository.
 HUB_FILES = [
@@ -167,7 +156,7 @@ def without_heads(folder: Path) -> str:
     return f"{folder} is a model without Medusa heads (`medusa train --init {folder} DATA` begins to train some)"
 
 
-def _revision(module: Format, config: Mapping[str, Any]) -> str | None:
+def _revision(module: ModuleType, config: Mapping[str, Any]) -> str | None:
     revision = config.get(REVISION)
     return revision if isinstance(revision, str) and revision and module is not embedded else None
 
@@ -208,7 +197,7 @@ def fetch_folder(
         ) from error
 
 
-def _recognise(folder: Path) -> tuple[Format, dict[str, Any], list[str]]:
+def _recognise(folder: Path) -> tuple[ModuleType, dict[str, Any], list[str]]:
     fitting = [module for module in FORMATS if module.recognise(folder)]
     if not fitting and is_plain(folder):
         raise ValueError(f"expected a checkpoint of Medusa heads, but {without_heads(folder)}")

@@ -2,20 +2,16 @@
 
     blocks.{h}.layers.{l}.weight, .bias     residual block l of head h; vLLM reads biases with `medusa_fc_bias` alone
     lm_heads.{h}.weight                     its own projection, or with `original_lm_head` one for all: lm_head.weight
-    token_map                               of a trimmed vocabulary, with `truncated_vocab_size`
 
-vLLM 0.28 to 0.32 load such folders, without a `token_map`, so none is written; one that is there can be read. vLLM
-silently ignores names that it does not know, so this module refuses them.
+vLLM 0.28 to 0.32 load such folders, without the `token_map` of a trimmed vocabulary, so that is neither written nor
+read. vLLM silently ignores names that it does not know, so this module refuses them.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import reprlib
 import shlex
-from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +20,7 @@ import torch
 from medusa_decoding.checkpoints.layout import NUMBER, TOKEN_MAP, HeadTensors, contradictions, unpack
 from medusa_decoding.checkpoints.original import REVISION, base_model
 from medusa_decoding.checkpoints.tensor_files import StoredTensor, open_tensors
+from medusa_decoding.checks import shown
 from medusa_decoding.files import read_json_object
 from medusa_decoding.heads import MedusaHeads
 
@@ -51,8 +48,7 @@ def gather(folder: Path) -> HeadTensors:
     """List the heads' tensors under the paper's names.
 
     Raises:
-        ValueError: a damaged file, a name that vLLM does not read, no projections, or a trimmed vocabulary without a
-            token_map.
+        ValueError: a damaged file, a name that vLLM does not read, no projections, or a trimmed vocabulary.
     """
     config = read_json_object(folder / "config.json")
     stored: dict[str, StoredTensor] = {}
@@ -82,37 +78,12 @@ def gather(folder: Path) -> HeadTensors:
     has_bias = any(match[3] == "bias" for match in blocks.values())
     stated = {"num_heads": len(heads), "num_hidden_layers": layers, "medusa_fc_bias": has_bias}
     notes = contradictions({"medusa_fc_bias": False, **config}, stated)
-    trimmed = _trimmed(config, stored.get(TOKEN_MAP), notes)
-    if trimmed is not None:
-        found[TOKEN_MAP] = trimmed
-        projections = {name: _rows_of(tensor, trimmed) for name, tensor in projections.items()}
-    return HeadTensors({**found, **projections}, notes=notes)
-
-
-def _trimmed(config: Mapping[str, Any], token_map: StoredTensor | None, notes: list[str]) -> StoredTensor | None:
-    """Return the token_map as int64, or None if there is none or vLLM ignores it."""
     size, whole = config.get("truncated_vocab_size"), config.get("vocab_size")
-    if token_map is None:
-        if size not in (None, whole):
-            raise ValueError(
-                f"{TOKEN_MAP}: expected one in {WEIGHTS}, because config.json says truncated_vocab_size "
-                f"{reprlib.repr(size)} of {reprlib.repr(whole)}, got none"
-            )
-        return None
-    if size is None or size == whole:
-        notes.append("token_map: not read, as vLLM does not where truncated_vocab_size is not below vocab_size")
-        return None
-    if token_map.dtype != torch.int32:
-        return token_map
-    return replace(token_map, dtype=torch.int64, load=lambda: token_map.load().long())
-
-
-def _rows_of(projection: StoredTensor, token_map: StoredTensor) -> StoredTensor:
-    """Return the rows of a projection over the whole vocabulary that the token_map names."""
-    if len(projection.shape) != 2 or len(token_map.shape) != 1 or projection.shape[0] <= token_map.shape[0]:
-        return projection
-    shape = (token_map.shape[0], projection.shape[1])
-    return replace(projection, shape=shape, load=lambda: projection.load()[token_map.load()])
+    if size not in (None, whole):
+        raise ValueError(
+            f"truncated_vocab_size: expected the whole vocabulary of {whole}, got {shown(size)} in {folder}"
+        )
+    return HeadTensors({**found, **projections}, notes=notes)
 
 
 def tensors(heads: MedusaHeads, lm_head: torch.Tensor | None) -> dict[str, torch.Tensor]:

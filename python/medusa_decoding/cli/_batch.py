@@ -11,8 +11,8 @@ import hashlib
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from medusa_decoding.chat.streaming import AnswerText
@@ -29,44 +29,6 @@ from medusa_decoding.progress import Progress
 from medusa_decoding.provenance import fingerprint
 from medusa_decoding.serving.answers import Answer, Answers
 from medusa_decoding.serving.rows import own_stop_strings
-
-
-@dataclass
-class Totals:
-    """Sums over the answers of this run.
-
-    Attributes:
-        new_tokens: tokens of all answers.
-        steps: steps of all answers, each counted alone.
-        stepped: tokens that these steps made, a stop string's rest included.
-        finished: answers by the reason of their end.
-        began: when the first prompt was submitted.
-    """
-
-    new_tokens: int = 0
-    steps: int = 0
-    stepped: int = 0
-    finished: dict[str, int] = field(default_factory=dict)
-    began: float = field(default_factory=time.perf_counter)
-
-    def add(self, answer: Answer) -> None:
-        """Count an answer that has ended."""
-        accepted = answer.accepted
-        self.new_tokens += len(answer.tokens)
-        self.steps += len(accepted)
-        self.stepped += sum(accepted) + len(accepted)
-        self.finished[str(answer.finish)] = self.finished.get(str(answer.finish), 0) + 1
-
-    def figures(self) -> dict[str, Any]:
-        """Return the figures so far for JSON."""
-        seconds = time.perf_counter() - self.began
-        return {
-            "new_tokens": self.new_tokens,
-            "seconds": seconds,
-            "tokens_per_second": self.new_tokens / seconds,
-            "tokens_per_step": self.stepped / self.steps if self.steps else None,
-            "finished": self.finished,
-        }
 
 
 class Batch:
@@ -213,14 +175,30 @@ def _index(line: Any) -> int:
 
 
 def _write(batch: Batch, file: ResumableFile, done: set[int]) -> dict[str, Any]:
-    """Write each answer when it ends; return the figures."""
-    totals, total = Totals(), len(batch.prompts)
+    """Write each answer when it ends; return figures of this run. Steps are counted for each answer alone."""
+    total, began = len(batch.prompts), time.perf_counter()
+    tokens = steps = accepted = 0
+    finished: Counter[str] = Counter()
+
+    def figures() -> dict[str, Any]:
+        seconds = time.perf_counter() - began
+        return {
+            "new_tokens": tokens,
+            "seconds": seconds,
+            "tokens_per_second": tokens / seconds,
+            "tokens_per_step": 1 + accepted / steps if steps else None,
+            "finished": finished,
+        }
+
     with Progress(total, "prompt", initial=len(done)) as bar:
         for answer in batch.answers(done):
             file.write([batch.line(answer)])
-            totals.add(answer)
-            figures = totals.figures()
-            per_step = "" if figures["tokens_per_step"] is None else f", {figures['tokens_per_step']:.2f} per step"
-            bar.set_postfix_str(f"{figures['tokens_per_second']:.0f} tokens/s{per_step}", refresh=False)
+            tokens += len(answer.tokens)
+            steps += len(answer.accepted)
+            accepted += sum(answer.accepted)
+            finished[str(answer.finish)] += 1
+            found = figures()
+            per_step = "" if found["tokens_per_step"] is None else f", {found['tokens_per_step']:.2f} per step"
+            bar.set_postfix_str(f"{found['tokens_per_second']:.0f} tokens/s{per_step}", refresh=False)
             bar.update()
-    return totals.figures()
+    return figures()

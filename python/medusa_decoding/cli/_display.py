@@ -39,8 +39,6 @@ PAUSE = 1.0
 """Seconds between two replays."""
 PANEL = 36
 """Columns that a panel next to others needs."""
-SIDE_BY_SIDE = 2 * PANEL
-"""Columns that two of them need."""
 WIDEST = 160
 """Columns that are used of a wider terminal."""
 
@@ -71,11 +69,6 @@ def legend(styles: Sequence[str]) -> Text:
     first, second = styles
     text = ("draft tokens", first), " that ", ("a step", second), " accepted. Uncoloured: the model's own token."
     return Text.assemble("Coloured: ", *text)
-
-
-def bar(value: float, total: float, width: int | None = None, style: str = "cyan") -> ProgressBar:
-    """Return a bar, as wide as there is room unless a width is given."""
-    return ProgressBar(total, value, width, complete_style=style, finished_style=style)
 
 
 def streamer(encoder: PromptEncoder, console: Console | None) -> AnswerStreamer:
@@ -249,7 +242,7 @@ class Race:
         lines = self._lines(run, seconds)[-self.rows :]
         text = Text("\n", no_wrap=True).join([*lines, *[Text()] * (self.rows - len(lines))])
         return Panel(
-            Group(text, bar(tokens, run.tokens)),
+            Group(text, ProgressBar(run.tokens, tokens, complete_style="cyan", finished_style="cyan")),
             title=f"{run.label}: {run.seconds:.2f} s" if done else run.label,
             subtitle=figures,
             border_style="green" if done else "default",

@@ -15,9 +15,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 from transformers.utils.logging import disable_progress_bar
 
 from medusa_decoding.chat.streaming import CONTROLS
@@ -78,10 +75,9 @@ def _run(args: argparse.Namespace) -> int:
         if not args.json:
             parts = [part for part in (model.backbone.causal_lm, model.heads) if part is not None]
             size = sum(weights.numel() for part in parts for weights in part.parameters())
-            say = print if console is None else lambda line: console.print(Text(line))
             knows = " (medusa demo --help says what it knows)" if embedded else ""
-            say(f"A model of {size / 1e6:.1f}M parameters{knows} is asked:\n")
-            say(f"{asked[0].translate(CONTROLS)}\n")
+            print(f"A model of {size / 1e6:.1f}M parameters{knows} is asked:\n")
+            print(f"{asked[0].translate(CONTROLS)}\n")
         choose_threads(base, prompts[0])
         if console is not None:
             runs = race(model, base, tokenizer, prompts[0], args.max_new_tokens, stored)
@@ -106,8 +102,6 @@ def _run(args: argparse.Namespace) -> int:
     result |= {"dtype": args.dtype, "backend": backend, "threads": torch.get_num_threads()}
     if args.json:
         print(json.dumps(result))
-    elif console is not None:
-        show_result(console, result)
     else:
         print_table(result)
     if not result["identical"] and args.dtype == "float32":
@@ -271,42 +265,12 @@ def print_table(result: dict[str, Any]) -> None:
         print(line)
 
 
-def show_result(console: Console, result: dict[str, Any]) -> None:
-    """Print the comparison as a table with bars, as wide as the terminal allows."""
-    rates = result["tokens_per_second"]
-    width = min(console.width, _display.WIDEST)
-    wide = width >= _display.SIDE_BY_SIDE
-    table = Table(box=None, pad_edge=False, width=width if wide else None)
-    for heading in ("", "tokens/s", "x generate", "x plain loop"):
-        longest = max(map(len, (heading or "transformers").split()))  # words stay whole
-        table.add_column(heading, justify="right" if heading else "left", width=None if wide else longest)
-    if wide:
-        table.add_column(ratio=1)
-    for name, label in labels(result).items():
-        rate = rates[name]
-        figures = [f"{rate:.0f}", f"{rate / rates['transformers']:.2f}", f"{rate / rates['plain']:.2f}"]
-        medusa = name in ("tree", "medusa")
-        bar = _display.bar(rate, max(rates.values()), style="cyan" if medusa else "default")
-        table.add_row(label, *figures, *([bar] if wide else []), style="bold" if medusa else "")
-    console.print(table)
-    if result["tokens_per_step"] is not None:
-        console.print(f"\ntokens per step: {result['tokens_per_step']:.2f}; accepted draft tokens per step:")
-        histogram = Table.grid(padding=(0, 2))
-        for length, share in shares(result["accepted_length_histogram"]).items():
-            histogram.add_row(f"  {length}", f"{share:7.1%}", _display.bar(share, 1, width=min(40, width - 16)))
-        console.print(histogram)
-    for line in notes(result):
-        console.print(Text(line))
-
-
 def labels(result: dict[str, Any]) -> dict[str, str]:
     """Return what to call the methods."""
-    return {
-        "transformers": "transformers generate", "plain": "our plain loop", "tree": f"Medusa, {result['fixed_tree']}",
-        "medusa": f"Medusa, {result['tree']}",
-    } if result["fixed_tree"] else {
-        "transformers": "transformers generate", "plain": "our plain loop", "medusa": f"Medusa, {result['tree']}"
-    }  # fmt: skip
+    names = {"transformers": "transformers generate", "plain": "our plain loop"}
+    if result["fixed_tree"]:
+        names["tree"] = f"Medusa, {result['fixed_tree']}"
+    return names | {"medusa": f"Medusa, {result['tree']}"}
 
 
 def shares(counts: dict[str, int]) -> dict[str, float]:

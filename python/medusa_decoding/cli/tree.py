@@ -38,9 +38,6 @@ def run(args: argparse.Namespace) -> int:
 
 def run_show(args: argparse.Namespace) -> int:
     """Draw a tree, or those of a tuning file or of heads."""
-    if args.image is not None:
-        plot.check_matplotlib()
-        tuning_paths.check_writable("--image", args.image)
     if isinstance(args.tree, Tree):
         found = [("", args.tree)]
     elif Path(args.tree).is_file():
@@ -49,8 +46,6 @@ def run_show(args: argparse.Namespace) -> int:
         found = tuned_trees(Tuning.load(Path(args.tree)))
     else:
         found = trees_in_force(args)
-    if args.image is not None and len({tree for _, tree in found}) > 1:
-        raise ValueError(f"--image: expected one tree to draw, got {len(found)}; save the one you want as a JSON file")
     for title, tree in found:
         shares = None if args.accuracies is None else find_shares(tree, args.accuracies)
         text = plot.as_text(tree, args.width or shutil.get_terminal_size().columns, shares)
@@ -59,8 +54,6 @@ def run_show(args: argparse.Namespace) -> int:
         except UnicodeEncodeError:
             text = text.translate(plot.PLAIN_CHARACTERS)
         print(f"{title}\n{text}" if title else text)
-    if args.image is not None:
-        plot.save_figure(plot.as_figure(tree, shares), args.image)
     return 0
 
 

@@ -1,6 +1,6 @@
-"""Draw trees as text or as an image, like the Medusa paper's figure 6: nodes by depth, likelier ones darker.
+"""Draw trees as text, like the Medusa paper's figure 6: nodes by depth, likelier ones darker.
 
-Text leaves out the least likely nodes if the tree is wider than the terminal. Images need matplotlib.
+The least likely nodes are left out if the tree is wider than the terminal.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ import math
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
 
-from medusa_decoding.files import whole_file
+from medusa_decoding.trees.tree import Tree
 
 LEAST_WIDTH = 20
 SHADES = ((0.3, "█"), (0.1, "▓"), (0.03, "▒"), (0.0, "░"))
@@ -22,24 +20,9 @@ ROOT, COPIED, MORE = "●", "◇", "…"
 PLAIN_CHARACTERS = str.maketrans("█▓▒░●◇…│─┌┬┐┴┼", "#*+.oc~|-+++++")
 """Replacements for terminals that only show ASCII."""
 _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
-_LABELLED_LEAVES = 48
 
 
-class Drawable(Protocol):
-    """What is drawn of a `Tree`."""
-
-    choices: list[list[int]]
-    lookup: int
-    keep: int | None
-    num_nodes: int
-    depth: int
-
-    def expected_tokens(self, accuracies: Sequence[Sequence[float]]) -> float:
-        """Return the expected tokens per step; raise `ValueError` for accuracies that do not fit the tree."""
-        ...
-
-
-def path_shares(tree: Drawable, accuracies: Sequence[Sequence[float]]) -> list[float]:
+def path_shares(tree: Tree, accuracies: Sequence[Sequence[float]]) -> list[float]:
     """Return the probability of each of a tree's choices, for independent heads (Medusa paper, section 2.3.3).
 
     Raises:
@@ -55,13 +38,11 @@ class _Node:
 
     Attributes:
         mark: its character.
-        share: how likely it is right; None if unknown.
         weight: nodes with the lowest weight are left out first.
         left_out: children that are not drawn.
     """
 
     mark: str
-    share: float | None
     weight: float
     depth: int
     parent: _Node | None = None
@@ -76,7 +57,7 @@ class _Node:
             yield from child.below()
 
 
-def as_text(tree: Drawable, width: int = 80, shares: Sequence[float] | None = None) -> str:
+def as_text(tree: Tree, width: int = 80, shares: Sequence[float] | None = None) -> str:
     """Return the drawing of a tree for a terminal of `width` columns, without a final line break.
 
     Shares are how likely each of the tree's choices is right, ancestors included. Nodes are shaded by them; without
@@ -106,85 +87,11 @@ def as_text(tree: Drawable, width: int = 80, shares: Sequence[float] | None = No
     return "\n".join([*lines, "", *(line for text in words for line in textwrap.wrap(text, width))])
 
 
-def as_figure(tree: Drawable, shares: Sequence[float] | None = None) -> Any:
-    """Draw a tree as a matplotlib Figure, independent of pyplot.
-
-    Shares are how likely each of the tree's choices is right, ancestors included; likelier nodes are darker, and the
-    lines that lead there wider.
-
-    Raises:
-        ValueError: matplotlib is not installed, or another number of shares than choices.
-    """
-    check_matplotlib()
-    from matplotlib.collections import LineCollection
-    from matplotlib.figure import Figure
-
-    nodes = _nodes(tree, shares)
-    _place(nodes[0], 2)
-    drawn = list(nodes[0].below())
-    leaves = sum(not node.children for node in drawn)
-    figure = Figure(figsize=(min(24.0, max(4.0, 0.24 * leaves)), 1.2 + 0.9 * tree.depth), layout="constrained")
-    axes = figure.add_subplot()
-    pairs = [(node.parent, node) for node in drawn if node.parent is not None]
-    lines = [((parent.column, -parent.depth), (node.column, -node.depth)) for parent, node in pairs]
-    # Areas and widths go with the root of the share, as most nodes are unlikely.
-    strengths = {id(node): 0.5 if node.share is None else math.sqrt(node.share) for node in drawn}
-    widths = [0.4 + 3.6 * strengths[id(node)] for _, node in pairs]
-    axes.add_collection(LineCollection(lines, linewidths=widths, colors="0.55", zorder=1))
-    for copied, marker in ((False, "o"), (True, "D")):
-        of = [node for node in drawn if (node.mark == COPIED) is copied]
-        axes.scatter(
-            [node.column for node in of],
-            [-node.depth for node in of],
-            s=90,
-            c=[0.0 if copied else strengths[id(node)] for node in of],
-            cmap="Blues",
-            vmin=0.0,
-            vmax=1.0,
-            marker=marker,
-            edgecolors="0.2",
-            linewidths=0.6,
-            zorder=2,
-        )
-    if leaves <= _LABELLED_LEAVES:
-        for node, path in zip(nodes[1:], tree.choices, strict=False):  # copied nodes have no rank
-            axes.annotate(
-                str(path[-1]), (node.column, -node.depth), ha="center", va="center", fontsize=6,
-                color="white" if strengths[id(node)] > 0.6 else "black",
-            )  # fmt: skip
-    depths = range(tree.depth + 1)
-    axes.set_title(_title(tree, shares), fontsize=9)
-    axes.set_yticks([-depth for depth in depths], [str(depth) for depth in depths])
-    axes.set(xticks=[], ylabel="depth", ylim=(-tree.depth - 0.5, 0.5))
-    axes.margins(x=0.02)
-    axes.spines[:].set_visible(False)
-    return figure
-
-
-def save_figure(figure: Any, path: str | Path) -> None:
-    """Write a figure to a file in the format of its suffix, or as PNG if the suffix is unknown."""
-    path = Path(path)
-    kind = path.suffix[1:].lower()
-    known = kind if kind in ("png", "svg", "pdf", "jpg", "jpeg") else "png"
-    with whole_file(path) as scratch:
-        figure.savefig(scratch, format=known, dpi=150)
-
-
-def check_matplotlib() -> None:
-    """Raise `ValueError` if matplotlib is not installed."""
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError as error:
-        raise ValueError(
-            "plot: matplotlib is not installed; pip install matplotlib (or medusa-kernels[train])"
-        ) from error
-
-
-def _nodes(tree: Drawable, shares: Sequence[float] | None) -> list[_Node]:
+def _nodes(tree: Tree, shares: Sequence[float] | None) -> list[_Node]:
     """Return the nodes to draw, in the tree's own order: the root first, a copied branch last."""
     if shares is not None and len(shares) != len(tree.choices):
         raise ValueError(f"shares: expected one for each of {len(tree.choices)} choices, got {len(shares)}")
-    root = _Node(ROOT, None if shares is None else 1.0, math.inf, 0)
+    root = _Node(ROOT, math.inf, 0)
     known: dict[tuple[int, ...], _Node] = {(): root}
     for number, path in enumerate(tree.choices):
         share = None if shares is None else shares[number]
@@ -193,17 +100,17 @@ def _nodes(tree: Drawable, shares: Sequence[float] | None) -> list[_Node]:
             mark = next(shade for least, shade in SHADES if share >= least)
         # Without shares, low ranks near the root are taken for likelier.
         weight = share if share is not None else -float(sum(path) + len(path))
-        known[tuple(path)] = _below(known[tuple(path[:-1])], mark, share, weight)
+        known[tuple(path)] = _below(known[tuple(path[:-1])], mark, weight)
     nodes = list(known.values())
     last = root
     for depth in range(1, tree.lookup + 1):
-        last = _below(last, COPIED, None, -float(depth))
+        last = _below(last, COPIED, -float(depth))
         nodes.append(last)
     return nodes
 
 
-def _below(parent: _Node, mark: str, share: float | None, weight: float) -> _Node:
-    node = _Node(mark, share, weight, parent.depth + 1, parent)
+def _below(parent: _Node, mark: str, weight: float) -> _Node:
+    node = _Node(mark, weight, parent.depth + 1, parent)
     parent.children.append(node)
     return node
 
@@ -229,7 +136,7 @@ def _leave_out(root: _Node, columns: int) -> int:
     drawn = list(root.below())
     for node in drawn:
         if node.left_out:
-            _below(node, MORE, None, 0.0)
+            _below(node, MORE, 0.0)
     return len(places) - len(drawn)
 
 
@@ -272,7 +179,7 @@ def _row(characters: dict[int, str]) -> str:
     return "".join(characters.get(column, " ") for column in range(max(characters, default=-1) + 1))
 
 
-def _title(tree: Drawable, shares: Sequence[float] | None) -> str:
+def _title(tree: Tree, shares: Sequence[float] | None) -> str:
     copied = f", {tree.lookup} of them copied from the text" if tree.lookup else ""
     if tree.keep is not None:  # accuracies do not tell which of them a step verifies
         candidates = 1 + len(tree.choices) + tree.lookup
@@ -281,7 +188,7 @@ def _title(tree: Drawable, shares: Sequence[float] | None) -> str:
     return f"{tree.num_nodes} nodes{copied}, depth {tree.depth}{tokens}."
 
 
-def _legend(tree: Drawable, shares: Sequence[float] | None) -> str:
+def _legend(tree: Tree, shares: Sequence[float] | None) -> str:
     words = [f"{ROOT} root"]
     if shares is None:
         words += ["digits (a is 10): rank among the drafts of the head of that depth"] if tree.choices else []

@@ -282,27 +282,6 @@ class Tree:
             if max(path) >= top_k:
                 raise ValueError(f"tree: path {path} has rank {max(path)}, expected below {top_k} (the heads' top-k)")
 
-    def plot(self, accuracies: Sequence[Sequence[float]] | None = None, path: str | Path | None = None) -> Any:
-        """Draw the tree by depth with likelier nodes darker, as in the paper's figure 6.
-
-        Args:
-            accuracies: `accuracies[k][i]` is the probability that head k's i-th best token is right alone; without
-                them all nodes look alike.
-            path: an image file to write as well; its suffix selects the format.
-
-        Returns:
-            A matplotlib Figure.
-
-        Raises:
-            ValueError: matplotlib is not installed, or there are accuracies for too few heads or ranks.
-        """
-        from medusa_decoding.trees.plot import as_figure, path_shares, save_figure
-
-        figure = as_figure(self, None if accuracies is None else path_shares(self, accuracies))
-        if path is not None:
-            save_figure(figure, path)
-        return figure
-
     @property
     def top_k(self) -> int:
         """Number of draft tokens per head that the tree needs: its largest rank plus one."""

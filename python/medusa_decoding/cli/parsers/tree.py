@@ -7,7 +7,7 @@ and steps walked along the texts, which skip easy positions as decoding does.
 
     medusa tree show HEADS
     medusa tree show medusa_tree.json
-    medusa tree show cartesian:5,3 --accuracies calibration.json --image tree.png
+    medusa tree show cartesian:5,3 --accuracies calibration.json
     medusa tree search --calibration calibration.json --nodes 4,8,16,32,64
     medusa tree search --calibration calibration.json --nodes 32 --save medusa_tree.json
 """
@@ -58,7 +58,7 @@ def _is_tuning(text: str) -> bool:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
-    summary = "Draw a tree in the terminal, and as an image; for heads, say which tree is used with them here, and why."
+    summary = "Draw a tree in the terminal; for heads, say which tree is used with them here, and why."
     show = _add_action(actions, "show", summary)
     words = (
         "folder or hub id of heads, for the trees that are used with them here; tuning.json; or a tree: JSON file, "
@@ -73,7 +73,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "how often each rank of each head is right (as if heads were right independently)",
     )
     add_option(show, "--width N", _arguments.at_least_one, "columns (default: the terminal's)")
-    add_option(show, "--image FILE", Path, "also draw it into a PNG, SVG or PDF")
     _arguments.add_placement(show)
     _arguments.add_backend(show, "how steps run, for heads: a tuning holds for one backend only (default: auto)")
     show.set_defaults(action="show")
