@@ -23,7 +23,6 @@ from medusa_decoding.heads import MedusaHeads, Storage
 
 HIDDEN, VOCAB = 8, 11
 MAP = torch.tensor([10, 0, 4, 7])
-ALL = torch.tensor([10, 0, 4, 7, 1, 9, 3, 2, 8, 5, 6])  # the whole vocabulary, in another order
 
 KINDS: dict[str, tuple[Storage, dict[str, Any]]] = {
     "own": ("float", {}),
@@ -37,8 +36,6 @@ KINDS: dict[str, tuple[Storage, dict[str, Any]]] = {
     "shared, no bias": ("float", {"shared_projection": True, "bias": False}),
     "trimmed": ("float", {"token_map": MAP}),
     "shared, trimmed": ("float", {"shared_projection": True, "token_map": MAP}),
-    "all tokens": ("float", {"token_map": ALL}),
-    "shared, all tokens": ("float", {"shared_projection": True, "token_map": ALL, "bias": False}),
     "int8": ("int8", {}),
     "fp8, trimmed": ("fp8", {"token_map": MAP}),
     "parents": ("float", {"parent_rank": 2}),
@@ -70,7 +67,7 @@ REFUSED: dict[str, dict[str, str]] = {
 }
 REFUSED["original-v2"] = REFUSED["original-v1"] | {
     **{kind: r"shared with lm_head .*original-v1 .*, got own" for kind in ("own", "one head", "two blocks")},
-    **{kind: "shared with lm_head" for kind in ("no bias", "no bias, two blocks", "bfloat16", "all tokens")},
+    **{kind: "shared with lm_head" for kind in ("no bias", "no bias, two blocks", "bfloat16")},
     "shared, two blocks": "one residual block per head for original-v2 .*, got 2",
 }
 
@@ -250,17 +247,6 @@ class TestVllm:
                 state = state + F.silu(F.linear(state, tensors[f"{name}.weight"].float(), bias))
             weight = tensors["lm_head.weight" if config["original_lm_head"] else f"lm_heads.{k}.weight"].float()
             assert torch.equal((state @ weight.T).argmax(-1), expected[k])
-
-    def test_rows_with_a_map_of_all_tokens_are_put_in_order(
-        self, tmp_path: Path, checkpoint: Callable[..., Path]
-    ) -> None:
-        """vLLM's loader ignores such a map: rows must be in the order of the vocabulary."""
-        done = export(checkpoint("all tokens"), tmp_path / "out", "vllm")
-        assert done.notes == []
-        heads, tensors = made("all tokens"), load_file(tmp_path / "out" / "model.safetensors")
-        assert heads.w2 is not None
-        for row, token in enumerate(ALL.tolist()):
-            assert torch.equal(tensors["lm_heads.2.weight"][token], heads.w2[2, row])
 
     def test_the_launch_line_survives_a_shell(self, tmp_path: Path, base: Path) -> None:
         name = "heads of 'mine' $HOME; `rm`"

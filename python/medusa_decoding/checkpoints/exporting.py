@@ -152,8 +152,6 @@ def export(
     vocab_size = None if base_model is None else sizes.get("vocab_size")
     given = read_heads(source, hidden_size=sizes.get("hidden_size"), vocab_size=vocab_size).heads
     heads = _converted(given, storage, dtype)
-    if format not in _OWN:
-        heads = _in_order(heads)
     obstacle = _obstacle(heads, format, heads.storage)
     if obstacle is not None:
         wanted, got, remedy = obstacle
@@ -347,20 +345,6 @@ def _converted(heads: MedusaHeads, storage: Storage | None, dtype: torch.dtype |
     return found
 
 
-def _in_order(heads: MedusaHeads) -> MedusaHeads:
-    """Return heads without a token_map if theirs covers the whole vocabulary: rows in the order of token ids.
-
-    vLLM's format and the original ones have no token_map. Other heads are returned unchanged.
-    """
-    mapped = heads.token_map
-    if mapped is None or len(mapped) != heads.vocab_size or heads.storage != "float" or heads.parent_rank:
-        return heads
-    found = heads.remade(token_map=None)
-    if not heads.shared_projection:
-        found.get_parameter("w2")[:, mapped] = heads.get_parameter("w2")
-    return found
-
-
 def _with_lm_head(heads: MedusaHeads, base: Path, dtype: torch.dtype | None) -> tuple[MedusaHeads, torch.Tensor]:
     """Return heads and the base model's lm_head in `dtype`, or in the wider dtype of the two."""
     weight = lm_head_weight(base)
@@ -379,27 +363,19 @@ def _with_lm_head(heads: MedusaHeads, base: Path, dtype: torch.dtype | None) -> 
 
 
 def _reader_notes(heads: MedusaHeads, target: Target, file: Literal["pt", "safetensors"]) -> list[str]:
-    """Return notes on how other programs read the original formats."""
+    """Return notes on how other programs read the original formats; docs/export.md has more on each."""
     lost = "accepts none of their drafts" if target == "original-v2" else "passes over their biases"
     notes = [f"not for vLLM, which takes this folder without an error but {lost}: --format vllm is for it"]
-    if heads.num_layers > 1:
+    misread = {
+        "several residual blocks per head": heads.num_layers > 1,
+        f"other than {_ORIGINAL_HEADS} heads": file == "pt" and heads.num_heads != _ORIGINAL_HEADS,
+        "a shared projection": file == "pt" and target == "original-v2",
+    }
+    if any(misread.values()):
+        which = " and ".join(name for name, found in misread.items() if found)
         notes.append(
-            "the original project's code makes one residual block of several and misreads these heads; "
-            "text-generation-inference and TensorRT-LLM read them as they are"
-        )
-    if file == "safetensors":  # which the original project's code does not read
-        return notes
-    count = heads.num_heads
-    if count != _ORIGINAL_HEADS:
-        kind = f"head {count + 1} on: random numbers" if count < _ORIGINAL_HEADS else "those beyond are left out"
-        notes.append(
-            f"the original project's loader makes {_ORIGINAL_HEADS} heads whatever config.json says, and these are "
-            f"{count} ({kind}, without a word)"
-        )
-    if target == "original-v2":
-        notes.append(
-            "the original project's class of version 1.0 has a projection a head, which is not in this layout, and "
-            "begins it with random numbers without a word; it reads original-v1, text-generation-inference both"
+            f"the original project's code misreads heads with {which} without a word; text-generation-inference and "
+            "TensorRT-LLM read them as they are"
         )
     return notes
 

@@ -49,12 +49,10 @@ def run(args: argparse.Namespace) -> int:
     if args.sweep_out is not None:
         tuning_paths.check_writable("--sweep-out", args.sweep_out)
     folder = _arguments.heads_folder(args)
-    # The file's name depends on the model; whether there is one, or a folder for it, is known before it is loaded.
-    if args.check or args.sweep:
-        check_stored(args.out, folder)
-    elif args.out is not None:
+    # The file's name depends on the model; whether there is a folder for it is known before it is loaded.
+    if args.out is not None and not (args.check or args.sweep):
         tuning_paths.check_writable("--out", args.out)
-    else:
+    elif not (args.check or args.sweep):
         output = tuning_paths.output_folder(folder)
         output.mkdir(parents=True, exist_ok=True)
         tuning_paths.check_writable("--out", output / tuning_paths.FILE)
@@ -76,15 +74,6 @@ def run(args: argparse.Namespace) -> int:
         else:
             check(args, folder, model, file, tuning)
     return 0
-
-
-def check_stored(out: Path | None, folder: Path) -> None:
-    """Raise `ValueError` if no choice is stored."""
-    if out.is_file() if out is not None else tuning_paths.stored_files(folder):
-        return
-    own = folder / tuning_paths.FILE
-    file = out or (own if tuning_paths.is_writable(folder) else tuning_paths.cache_folder(folder) or own)
-    raise ValueError(f"{file}: `medusa tune` did not write this file")
 
 
 def tune(args: argparse.Namespace, folder: Path, model: MedusaModel, conditions: Conditions, file: Path) -> None:

@@ -27,6 +27,7 @@ from medusa_decoding.evaluation.own_text import own_text_accuracy
 from medusa_decoding.evaluation.prompts import Conversations, Prompt
 from medusa_decoding.evaluation.report import MEDUSA, PLAIN, TRANSFORMERS, Evaluation, Measured
 from medusa_decoding.generation.session import common_length
+from medusa_decoding.generation.tree_choice import TreeChoice
 from medusa_decoding.model import MedusaModel, MedusaOutput
 from medusa_decoding.options import PROMPT_TOKENS
 from medusa_decoding.progress import Progress
@@ -159,12 +160,9 @@ class _Run:
         """Return how it was measured."""
         model = self.model
         tree = model.tree if self.tree is None else self.tree
-        kind = "dynamic, " if isinstance(tree, Tree) and tree.keep is not None else ""
-        shape = f"{kind}{tree.num_nodes} nodes" if isinstance(tree, Tree) else tree
-        copied = f", {tree.lookup} of them copied" if isinstance(tree, Tree) and tree.lookup else ""
         device = model.backbone.device
         return {
-            "tree": shape + copied,
+            "tree": TreeChoice(tree, "").name,
             "max_new_tokens": self.max_new_tokens,
             "rounds": self.rounds,
             "dtype": str(model.backbone.dtype).removeprefix("torch."),

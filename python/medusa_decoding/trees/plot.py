@@ -8,7 +8,7 @@ from __future__ import annotations
 import heapq
 import math
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from medusa_decoding.trees.tree import Tree
@@ -132,21 +132,11 @@ def _leave_out(root: _Node, columns: int) -> int:
         node.parent.left_out.append(node)
         if not node.parent.children:
             heapq.heappush(order, entry(node.parent))
-    _put_back(root, places)
     drawn = list(root.below())
     for node in drawn:
         if node.left_out:
             _below(node, MORE, 0.0)
     return len(places) - len(drawn)
-
-
-def _put_back(node: _Node, places: Mapping[int, int]) -> None:
-    """Put back a child that is the only one left out: it is no wider than its placeholder."""
-    if len(node.left_out) == 1:
-        node.children.append(node.left_out.pop())
-        node.children.sort(key=lambda child: places[id(child)])
-    for child in node.children:
-        _put_back(child, places)
 
 
 def _place(root: _Node, pitch: int) -> None:
