@@ -23,8 +23,8 @@ from medusa_decoding.evaluation import read_prompts
 from medusa_decoding.evaluation.own_text import accuracy_of_texts
 from medusa_decoding.evaluation.prompts import Conversations
 from medusa_decoding.model import MedusaModel, MedusaOutput
+from medusa_decoding.trees import tree
 from medusa_decoding.trees.tree import Tree
-from medusa_decoding.tuning import search
 
 DEMO = "the embedded demo checkpoint"
 DEMO_PROMPTS = "held-out requests of the demo model"
@@ -171,7 +171,7 @@ def count_heads(bench: Bench, model: MedusaModel | None = None) -> list[list[flo
 
 def most_nodes(accuracies: Sequence[Sequence[float]]) -> int:
     """Return the nodes of the largest tree that the heads can fill, at most 256."""
-    return search.most_nodes(len(accuracies), len(accuracies[0]))
+    return tree.most_nodes(map(len, accuracies))
 
 
 def sizes(text: str) -> list[int]:

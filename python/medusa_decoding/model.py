@@ -52,7 +52,7 @@ from medusa_decoding.generation.tree_choice import (
 from medusa_decoding.heads import MAX_TOP_K, MedusaHeads
 from medusa_decoding.options import CACHE_DTYPES
 from medusa_decoding.trees.published import published_tree
-from medusa_decoding.trees.tree import Tree
+from medusa_decoding.trees.tree import Tree, most_nodes
 
 logger = logging.getLogger(__name__)
 
@@ -583,8 +583,8 @@ def default_tree(heads: MedusaHeads | None, base_model: str | None = None) -> Tr
     own = published_tree(base_model)
     if own is not None and own.depth <= heads.num_heads and own.top_k <= heads.num_candidates:
         return own
-    accuracies = default_accuracies(heads)
-    return Tree.optimal(accuracies.by_rank, min(64, accuracies.most_nodes))
+    accuracies = default_accuracies(heads).by_rank
+    return Tree.optimal(accuracies, min(64, most_nodes(map(len, accuracies))))
 
 
 __all__ = ["MedusaModel", "MedusaOutput", "TreeChoice", "default_tree"]

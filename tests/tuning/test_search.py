@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medusa_decoding import Tree
+from medusa_decoding.trees.tree import most_nodes
 from medusa_decoding.tuning.calibration import NONE, Calibration
 from medusa_decoding.tuning.expected import PATHS, PRODUCTS, WALK, search_trees
-from medusa_decoding.tuning.search import joint_tree, most_nodes
+from medusa_decoding.tuning.search import joint_tree
 
 
 def every_tree(heads, ranks, size):
@@ -118,7 +119,7 @@ def test_comparison_of_texts_has_a_third_tree():
 
 
 def test_the_number_of_nodes_is_limited():
-    assert [most_nodes(0, 10), most_nodes(1, 10), most_nodes(2, 3), most_nodes(3, 6), most_nodes(5, 10)] == [
+    assert [most_nodes([width] * heads) for heads, width in ((0, 10), (1, 10), (2, 3), (3, 6), (5, 10))] == [
         1, 11, 13, 256, 256
     ]  # fmt: skip
 

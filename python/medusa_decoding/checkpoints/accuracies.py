@@ -7,9 +7,7 @@ else from the accuracies published for Vicuna-7B's heads.
 from __future__ import annotations
 
 import hashlib
-import operator
 from dataclasses import dataclass
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,11 +62,6 @@ class Accuracies:
     source: str
     by_rank: list[list[float]]
     calibration: CalibrationSource | None = None
-
-    @property
-    def most_nodes(self) -> int:
-        """Nodes of the largest tree that these ranks can fill."""
-        return sum(accumulate(map(len, self.by_rank), operator.mul, initial=1))
 
     def __str__(self) -> str:
         """Describe the source."""

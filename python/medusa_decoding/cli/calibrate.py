@@ -15,10 +15,11 @@ from medusa_decoding.cli.tree import DRAWN
 from medusa_decoding.evaluation import read_prompts
 from medusa_decoding.evaluation.report import in_columns
 from medusa_decoding.files import only_writer
+from medusa_decoding.trees.tree import most_nodes
 from medusa_decoding.tuning.calibration import Calibration
 from medusa_decoding.tuning.collect import calibrate, check_fresh, progress_file
 from medusa_decoding.tuning.expected import expect
-from medusa_decoding.tuning.search import most_nodes, walked_tree
+from medusa_decoding.tuning.search import walked_tree
 
 RANKS = (1, 2, 3, 5, 10)
 
@@ -80,7 +81,7 @@ def as_text(calibration: Calibration) -> str:
     temperature = made["settings"]["temperature"]
     how = f"drawn at temperature {temperature}" if temperature else "greedy"
     trees = [["nodes", "walked tokens per step", "if heads were independent", "by paths at random positions"]]
-    largest = most_nodes(calibration.num_heads, calibration.ranks)
+    largest = most_nodes([calibration.ranks] * calibration.num_heads)
     for size in [size for size in NODES if size <= largest]:
         independent, paths, walked = expect(calibration, walked_tree(calibration, size)).cells()
         trees.append([str(size), walked, independent, paths])

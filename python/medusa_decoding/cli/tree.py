@@ -154,7 +154,8 @@ def run_search(args: argparse.Namespace) -> int:
             args.save /= tree_file(calibration)
         tuning_paths.check_writable("--save", args.save)
     held_out = None if args.held_out is None else Calibration.load(args.held_out)
-    unknown = [] if held_out is None else check_held_out(calibration, held_out, args.calibration)
+    if held_out is not None:
+        check_held_out(calibration, held_out, args.calibration)
     found = search_trees(calibration, args.nodes, held_out)
     if args.save is not None:
         next(one for one in found[0] if one.by == (args.by or WALK)).tree.save(args.save)
@@ -164,8 +165,6 @@ def run_search(args: argparse.Namespace) -> int:
         return 0
     print(as_text([one for trees in found for one in trees]))
     print(f"\n{DRAWN}")
-    if unknown:
-        print(f"Not checked, as one of the files does not say: that {' and that '.join(unknown)}.")
     return 0
 
 
@@ -178,26 +177,15 @@ def tree_file(calibration: Calibration) -> str:
     return tuning_file.SAMPLING_TREE_FILE if sampled else tuning_file.TREE_FILE
 
 
-def check_held_out(calibration: Calibration, held_out: Calibration, file: Path) -> list[str]:
-    """Check that two calibrations are of the same heads and base model, on different prompts.
-
-    Returns:
-        What cannot be checked because a file does not say it.
-
-    Raises:
-        ValueError: they are of other heads or another base model, or share prompts.
-    """
-    unknown: list[str] = []
-    for name, words in (("heads", "heads are the same"), ("base_model", "base models are the same")):
+def check_held_out(calibration: Calibration, held_out: Calibration, file: Path) -> None:
+    """Raise `ValueError` if two calibrations are of other heads or another base model, or share prompts."""
+    for name in ("heads", "base_model"):
         before, after = calibration.made.get(name), held_out.made.get(name)
-        if before is None or after is None:
-            unknown.append(words)
-        elif before != after:
+        if before != after:
             raise ValueError(f"--held-out: expected {name} {before} as in {file}, got {after}")
     same = shared_prompts(held_out.made.get("prompts"), calibration.made.get("prompts"))
     if same:
         raise ValueError(f"--held-out: expected others than the prompts of {file}, got {same} of them")
-    return unknown if same is not None else [*unknown, "prompts are others"]
 
 
 def as_text(trees: list[SearchedTree]) -> str:

@@ -22,7 +22,7 @@ from medusa_decoding.files import append_line, only_writer
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.progress import Progress
 from medusa_decoding.provenance import LIBRARIES, medusa_command, provenance, versions
-from medusa_decoding.trees.tree import Tree
+from medusa_decoding.trees.tree import Tree, most_nodes
 from medusa_decoding.tuning.calibration import Calibration
 from medusa_decoding.tuning.select import best_trees, expected_tokens, fastest, load_knowledge, new_case, new_tuning
 from medusa_decoding.tuning.step_timer import longest_prefix, time_steps
@@ -82,7 +82,8 @@ def tune(args: argparse.Namespace, folder: Path, model: MedusaModel, conditions:
     accuracies, texts = load_knowledge(args.calibration, folder, model.heads, conditions.base_model)
     warn_of_few(texts)
     cliffs = CLIFFS if model.backbone.runs_quantised_modules() else ()
-    sizes = sorted({1, *(args.nodes or (size for size in (*NODES, *cliffs) if size <= accuracies.most_nodes))})
+    most = most_nodes(map(len, accuracies.by_rank))
+    sizes = sorted({1, *(args.nodes or (size for size in (*NODES, *cliffs) if size <= most))})
     trees = best_trees(accuracies.by_rank, sizes, texts)
     stored = tuning_file.stored_trees(folder, model.heads)
     trees += [tree for tree in dict.fromkeys(stored.values()) if tree not in trees]

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import functools
 import heapq
+import itertools
 import math
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -141,8 +143,7 @@ class Tree:
         """Return the tree of `num_nodes` nodes with the longest expected acceptance (Medusa paper, section 2.3.3).
 
         A node's expected contribution is the product of the accuracies along its path, so the best tree takes the
-        `num_nodes - 1` paths with the largest products. Best-first search over (first child, next sibling) is exact:
-        neither step can raise the product when each head's ranks are visited from most to least accurate.
+        `num_nodes - 1` paths with the largest products.
 
         Args:
             accuracies: `accuracies[k][i]` is the probability that head k's i-th best token alone is right.
@@ -152,28 +153,43 @@ class Tree:
             ValueError: an accuracy is outside [0, 1], or `num_nodes` is more than the heads can fill.
         """
         rows = _checked_accuracies(accuracies)
+        return cls.best_first(
+            [len(row) for row in rows],
+            num_nodes,
+            lambda path: (-math.prod(rows[head][rank] for head, rank in enumerate(path)),),
+        )
+
+    @classmethod
+    def best_first(
+        cls, widths: Sequence[int], num_nodes: int, key: Callable[[tuple[int, ...]], tuple[float, ...]]
+    ) -> Tree:
+        """Return the tree of the paths with the least keys, and among equal ones the first.
+
+        Best-first search is exact if no path has a smaller key than its beginning.
+
+        Args:
+            widths: candidates of each head.
+            num_nodes: size of the tree, root included, 1 to 256.
+            key: of a path of ranks.
+
+        Raises:
+            ValueError: `num_nodes` is out of range, or more than the heads can fill.
+        """
         if not _is_whole(num_nodes) or not 1 <= num_nodes <= MAX_CHOICES + 1:
             raise ValueError(f"num_nodes: expected 1 to {MAX_CHOICES + 1} (root included), got {shown(num_nodes)}")
-        # The ranks of each head, the most accurate first; paths are made of places in these lists.
-        order = [sorted(range(len(row)), key=row.__getitem__, reverse=True) for row in rows]
-        choices: list[list[int]] = []
-        frontier: list[tuple[float, tuple[int, ...], list[int]]] = []
-
-        def reach(places: tuple[int, ...]) -> None:
-            if len(places) <= len(rows) and places[-1] < len(rows[len(places) - 1]):
-                path = [order[head][place] for head, place in enumerate(places)]
-                product = math.prod(rows[head][rank] for head, rank in enumerate(path))
-                heapq.heappush(frontier, (-product, places, path))
-
-        reach((0,))
-        while len(choices) < num_nodes - 1:
+        choices: list[tuple[int, ...]] = []
+        frontier: list[tuple[tuple[float, ...], tuple[int, ...]]] = []
+        path: tuple[int, ...] = ()
+        while True:
+            for rank in range(widths[len(path)] if len(path) < len(widths) else 0):
+                child = (*path, rank)
+                heapq.heappush(frontier, (key(child), child))
+            if len(choices) == num_nodes - 1:
+                return cls(choices)
             if not frontier:
                 raise ValueError(f"num_nodes: expected at most {len(choices) + 1} with these heads, got {num_nodes}")
-            _, places, path = heapq.heappop(frontier)
+            path = heapq.heappop(frontier)[1]
             choices.append(path)
-            reach((*places[:-1], places[-1] + 1))
-            reach((*places, 0))
-        return cls(choices)
 
     @classmethod
     def dynamic(cls, num_nodes: int, depth: int, top_k: int = 10) -> Tree:
@@ -298,6 +314,11 @@ class Tree:
         lookup = f", lookup={self.lookup}" if self.lookup else ""
         candidates = "" if self.keep is None else f", candidates={len(self.choices)}"
         return f"Tree(num_nodes={self.num_nodes}, depth={self.depth}{lookup}{candidates})"
+
+
+def most_nodes(widths: Iterable[int]) -> int:
+    """Return the nodes of the largest tree that heads with these numbers of candidates can fill, at most 256."""
+    return min(MAX_CHOICES + 1, sum(itertools.accumulate(widths, operator.mul, initial=1)))
 
 
 def _int32(values: list[Any]) -> torch.Tensor:

@@ -221,13 +221,10 @@ def counted(texts: Iterable[Iterable[Text]], num_heads: int) -> Counter[RankPath
     return counts
 
 
-def shared_prompts(one: Any, other: Any) -> int | None:
-    """Count the prompts of one set that are also in another one; None if a set does not say.
+def shared_prompts(one: Any, other: Any) -> int:
+    """Count the prompts of one set that are also in another one; both are `prompts` of what `Writer.describe` returned.
 
-    Both are `prompts` of what `Writer.describe` returned, or any other value that a file has there.
+    A set of a file that does not name its prompts counts as empty.
     """
-    first, second = (prompts.get("each") if isinstance(prompts, dict) else None for prompts in (one, other))
-    if not (isinstance(first, list) and isinstance(second, list)):
-        return None
-    known = set(map(str, second))
-    return sum(str(name) in known for name in first)
+    first, second = (prompts.get("each") or [] if isinstance(prompts, dict) else [] for prompts in (one, other))
+    return sum(name in second for name in first)

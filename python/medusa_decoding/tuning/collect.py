@@ -9,7 +9,7 @@ the random numbers that it was drawn with, as in decoding. This module does not 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,20 +88,20 @@ def calibrate(
         existing = None if file is None else check_fresh(file, resume)
         writer = Writer(model, tokenizer, settings, slots)
         made = writer.describe(prompts)
-        if file is not None and existing is not None and resume:
-            if stated(progress_file(file)) is None:
-                _check_same(file, existing.made, made)
-            if {name: existing.made.get(name) for name in made} == made:
-                if stated(progress_file(file)) == made:  # stopped after it had written its result
-                    remove(progress_file(file))
-                return existing
+        if file is not None and existing is not None and resume and stated(progress_file(file)) is None:
+            for name, now in made.items():
+                if existing.made.get(name) != now:
+                    before = existing.made.get(name)
+                    raise ValueError(f"{name}: expected {before} like the counts in {file}, got {now}")
+            return existing
         kept = None
         if file is not None:
             kept = ResumableFile(progress_file(file), made, resume, lambda line: _parse(line, heads), name="out")
         done: dict[int, tuple[list[Text], int]] = {} if kept is None else dict(kept.earlier)
         left = [(number, prompt) for number, prompt in enumerate(prompts) if number not in done]
-        with Progress(len(prompts), "prompt", initial=len(done), shown=progress) as bar:
-            for one in writer.answers(left):
+        answers = contextlib.closing(writer.answers(left))
+        with answers as answered, Progress(len(prompts), "prompt", initial=len(done), shown=progress) as bar:
+            for one in answered:
                 texts = [rank(writer, written) for written in one.written]
                 if kept is not None:
                     names = [*map(text_name_of, texts)]
@@ -173,10 +173,3 @@ def _parse(values: Any, num_heads: int) -> tuple[int, tuple[list[Text], int]]:
         raise ValueError("expected ranks of one character each")
     texts = [text_of(name, num_heads) for name in names]
     return check_count("number", number, 0), (texts, check_count("left_out", left_out, 0))
-
-
-def _check_same(path: Path, stated: Any, made: Mapping[str, Any]) -> None:
-    for name, now in made.items():
-        before = stated.get(name) if isinstance(stated, dict) else None
-        if before != now:
-            raise ValueError(f"{name}: expected {before} like the counts in {path}, got {now}")

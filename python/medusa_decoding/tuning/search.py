@@ -7,12 +7,10 @@ tokens per step along the calibrated texts (see `walk`).
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Callable
-from typing import Any
 
-from medusa_decoding.trees.tree import MAX_CHOICES, Tree
+from medusa_decoding.trees.tree import Tree
 from medusa_decoding.tuning.calibration import Calibration, RankPath, beginnings
 from medusa_decoding.tuning.replay import walk
 
@@ -64,37 +62,10 @@ def _most_frequent(calibration: Calibration, num_nodes: int, *counts: Callable[[
 
     No path may be more frequent than its own beginning.
     """
-    if not 1 <= num_nodes <= MAX_CHOICES + 1:
-        raise ValueError(f"num_nodes: expected 1 to {MAX_CHOICES + 1} (root included), got {num_nodes}")
-    possible = most_nodes(calibration.num_heads, calibration.ranks)
-    if num_nodes > possible:
-        raise ValueError(f"num_nodes: expected at most {possible} with these heads, got {num_nodes}")
     accuracies = calibration.accuracies
-    choices: list[RankPath] = []
-    frontier: list[tuple[Any, ...]] = []
 
-    def reach(parent: RankPath) -> None:
-        if len(parent) == calibration.num_heads:
-            return
-        for rank in range(calibration.ranks):
-            path = (*parent, rank)
-            product = math.prod(accuracies[head][place] for head, place in enumerate(path))
-            heapq.heappush(frontier, (*(-count(path) for count in counts), -product, len(path), path))
+    def key(path: RankPath) -> tuple[float, ...]:
+        product = math.prod(accuracies[head][rank] for head, rank in enumerate(path))
+        return (*(-count(path) for count in counts), -product, len(path))
 
-    reach(())
-    while len(choices) < num_nodes - 1:
-        path = heapq.heappop(frontier)[-1]
-        choices.append(path)
-        reach(path)
-    return Tree(choices)
-
-
-def most_nodes(num_heads: int, ranks: int) -> int:
-    """Return the number of nodes of the largest tree that the heads can fill, at most 256."""
-    possible, level = 1, 1
-    for _ in range(num_heads):
-        level *= ranks
-        possible += level
-        if possible > MAX_CHOICES:
-            return MAX_CHOICES + 1
-    return possible
+    return Tree.best_first([calibration.ranks] * calibration.num_heads, num_nodes, key)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -138,7 +138,9 @@ class Writer:
             "versions": versions("torch", "transformers", "medusa-kernels"),
         }
 
-    def answers(self, prompts: Iterable[tuple[int, Prompt]], tree: Tree | None = None) -> Iterator[Conversation]:
+    def answers(
+        self, prompts: Iterable[tuple[int, Prompt]], tree: Tree | None = None
+    ) -> Generator[Conversation, None, None]:
         """Yield each prompt, given with its number, when its last answer has ended; steps verify the tree, if any.
 
         A turn that does not fit the context ends its conversation.

@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from medusa_decoding.trees.tree import Tree
+from medusa_decoding.trees.tree import Tree, most_nodes
 
 MADE_SIZES = (16, 64)
 """Nodes of the trees where each size needs a step that is compiled, which takes seconds, or captured."""
@@ -62,10 +62,7 @@ class TreeSet:
     def __init__(
         self, accuracies: Sequence[Sequence[float]], stored: Tree | None = None, sizes: Sequence[int] = SIZES
     ) -> None:
-        possible, level = 1, 1
-        for row in accuracies:
-            level *= len(row)
-            possible += level
+        possible = most_nodes(map(len, accuracies))
         filled = [size for size in sizes if size <= possible] or [possible][: len(accuracies)]
         trees = {size: Tree.optimal(accuracies, size) for size in filled}
         if stored is not None and stored.num_nodes > 1:
