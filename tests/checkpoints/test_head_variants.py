@@ -193,8 +193,6 @@ def test_damage_is_named(folder: Path, damage: str) -> None:
 
 def test_what_a_reader_would_refuse_is_not_written(tmp_path: Path) -> None:
     heads = made("int8, trimmed, parents")
-    with pytest.raises(ValueError, match="config: expected medusa_storage 'int8' like the heads, got 'fp8'"):
-        write_heads(heads, tmp_path / "heads", base_model="b", config={"medusa_storage": "fp8"})
     heads.w2_scale.view(-1)[-1] = float("nan")  # type: ignore[operator, union-attr]
     with pytest.raises(ValueError, match=r"2\.2\.weight_scale .*expected finite"):
         write_heads(heads, tmp_path / "heads", base_model="someone/base")

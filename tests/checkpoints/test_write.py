@@ -61,7 +61,7 @@ def test_round_trip(tmp_path: Path, kind: str) -> None:
 
 def test_layout_is_the_papers(tmp_path: Path) -> None:
     heads = random_heads(2, 1)
-    write_heads(heads, tmp_path / "heads", base_model="../base", config={"trained_on": "code"})
+    write_heads(heads, tmp_path / "heads", base_model="../base")
     assert sorted(file.name for file in (tmp_path / "heads").iterdir()) == ["config.json", "medusa_lm_head.safetensors"]
     assert json.loads((tmp_path / "heads" / "config.json").read_text()) == {
         "base_model_name_or_path": "../base",
@@ -69,7 +69,6 @@ def test_layout_is_the_papers(tmp_path: Path) -> None:
         "medusa_num_layers": 1,
         "hidden_size": 6,
         "vocab_size": 11,
-        "trained_on": "code",
     }
     weights = tmp_path / "heads" / "medusa_lm_head.safetensors"
     assert names_in(weights) == {
@@ -142,17 +141,9 @@ class TestFailedWrite:
 
 
 class TestRefuses:
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            ({"base_model": ""}, "base_model: expected a hub id or a folder"),
-            ({"config": {"architectures": ["X"]}}, "config: expected no architectures key"),
-            ({"config": {"medusa_num_heads": 5}}, "config: expected medusa_num_heads 3 like the heads, got 5"),
-        ],
-    )
-    def test_bad_arguments_are_refused(self, tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
-        with pytest.raises(ValueError, match=message):
-            write_heads(random_heads(), tmp_path / "heads", **{"base_model": "someone/base", **arguments})
+    def test_no_base_model_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="base_model: expected a hub id or a folder"):
+            write_heads(random_heads(), tmp_path / "heads", base_model="")
         assert list(tmp_path.iterdir()) == []
 
     @pytest.mark.parametrize("config", [{"model_type": "llama"}, {"medusa_num_heads": 3, "architectures": ["X"]}])

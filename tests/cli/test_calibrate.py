@@ -39,7 +39,6 @@ def test_the_result_is_next_to_the_heads_and_other_commands_read_it(capsys, file
     values = json.loads((heads / "calibration.json").read_text())
     # Four texts of 12 tokens; the last three of each are targets only.
     assert values["accuracy"]["total"] == [4 * (12 - HEADS)] * HEADS
-    assert sum(values["paths"].values()) == 36
     assert (values["made"]["texts"], values["made"]["tokens"]) == (4, 48)
     assert values["made"]["prompts"]["count"] == 3
     # Two turns, then a turn, then a text: 11 positions with a target each, three ranks per position.

@@ -88,8 +88,6 @@ def test_file_round_trip_and_other_readers(counted, tmp_path):
     counted.save(tmp_path / "c.json")
     assert [path.name for path in tmp_path.iterdir()] == ["c.json"]
     values = json.loads((tmp_path / "c.json").read_text())
-    assert values["paths"] == {"0 1": 4, "0 -": 2, "1 0": 2, "- 1": 1, "- -": 1}
-    assert list(values["paths"]) == ["0 1", "0 -", "1 0", "- 1", "- -"]
     assert values["accuracy"]["hits"] == [[6, 8], [2, 7]]
     assert values["accuracy"]["total"] == [10, 10]
     assert Calibration.load(tmp_path / "c.json") == counted

@@ -63,7 +63,6 @@ def write_heads(
     *,
     base_model: str | Path,
     base_revision: str | None = None,
-    config: Mapping[str, Any] | None = None,
 ) -> None:
     """Write heads in the paper's layout, completely or not at all.
 
@@ -75,11 +74,9 @@ def write_heads(
         folder: where to write; parents are made.
         base_model: hub id or folder of the base model; a relative folder is read as relative to `folder`.
         base_revision: branch, tag or commit of the base model on the hub that the heads belong to.
-        config: more fields of `config.json`.
 
     Raises:
-        ValueError: NaN or Inf weights, weights of mixed or unsupported dtypes, an empty `base_model`, or a field in
-            `config` that contradicts the heads or would mislead other readers (`architectures`); a `folder` whose
+        ValueError: NaN or Inf weights, weights of mixed or unsupported dtypes, an empty `base_model`; a `folder` whose
             `config.json` is a model's own and would be lost.
         OSError: the files could not be written; what was there before is unchanged.
     """
@@ -88,7 +85,7 @@ def write_heads(
     old = read_json_object(config_file) if config_file.is_file() else None
     if old is not None and ("medusa_num_heads" not in old or "architectures" in old):
         raise ValueError(f"folder: expected a new one or one of heads alone, got {folder} with a model's config.json")
-    stated = fields(heads, str(base_model), base_revision, config)
+    stated = fields(heads, str(base_model), base_revision)
     tensors = unpack(heads)
     stored = {name: StoredTensor.from_tensor(name, tensor, weights_file) for name, tensor in tensors.items()}
     for name, *_ in examine(HeadTensors(stored)).expected():
@@ -103,18 +100,13 @@ def write_heads(
         write_json(settings, stated, indent=2)
 
 
-def fields(
-    heads: MedusaHeads, base: str, revision: str | None = None, extra: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
-    """Return the config of heads; errors as in `write_heads`."""
-    extra = extra or {}
+def fields(heads: MedusaHeads, base: str, revision: str | None = None) -> dict[str, Any]:
+    """Return the config of heads; an empty `base` is a `ValueError`.
+
+    It has no `architectures`, with which text-generation-inference ignores the heads.
+    """
     if not base:
         raise ValueError("base_model: expected a hub id or a folder, got an empty string")
-    if "architectures" in extra:
-        raise ValueError(
-            "config: expected no architectures key (text-generation-inference then ignores the heads), "
-            f"got {extra['architectures']!r}"
-        )
     found: dict[str, Any] = {
         "base_model_name_or_path": base,
         "medusa_num_heads": heads.num_heads,
@@ -131,7 +123,4 @@ def fields(
         "medusa_parent_rank": heads.parent_rank,
         "medusa_root_rank": heads.root_rank,
     }
-    for key, value in (found | additions).items():
-        if key in extra and extra[key] != value:
-            raise ValueError(f"config: expected {key} {value!r} like the heads, got {extra[key]!r}")
-    return {**extra, **found, **{key: value for key, value in additions.items() if value not in ("float", 0)}}
+    return found | {key: value for key, value in additions.items() if value not in ("float", 0)}

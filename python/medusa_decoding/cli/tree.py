@@ -136,7 +136,7 @@ def find_shares(tree: Tree, file: Path) -> list[float]:
         ValueError: a file with neither a calibration nor accuracies, or for fewer heads or ranks than the tree has.
     """
     accuracies = read_accuracies(file)
-    if "paths" in read_json(file):
+    if "texts" in read_json(file):
         return Calibration.load(file).shares(tree)
     return plot.path_shares(tree, accuracies)
 

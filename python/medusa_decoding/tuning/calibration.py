@@ -126,14 +126,11 @@ class Calibration:
 
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form; `python -m benchmarks.simulator --accuracies` reads its `accuracy`."""
-        # Known ranks first, so that the order is the same whatever the order of counting was.
-        order = sorted(self.paths, key=lambda path: [rank if rank != NONE else self.ranks for rank in path])
         return {
             "format": FORMAT,
             "made": dict(self.made),
             "accuracy": {"hits": self.hits, "total": [self.positions] * self.num_heads},
             "ranks": self.ranks,
-            "paths": {name_of(path): self.paths[path] for path in order},
             "texts": [[*map(text_name_of, texts)] for texts in self.texts],
         }
 
@@ -175,14 +172,9 @@ class Calibration:
             raise ValueError(f"{path}: expected a file that `medusa calibrate` wrote, got: {error}") from error
 
 
-def name_of(ranks: Iterable[int], between: str = " ") -> str:
-    """Return ranks as text, with a dash for NONE."""
-    return between.join("-" if rank == NONE else str(rank) for rank in ranks)
-
-
 def text_name_of(text: Text) -> str:
     """Return the paths of a text as one string: one character per rank, with a dash for NONE."""
-    return name_of((rank for path in text for rank in path), "")
+    return "".join("-" if rank == NONE else str(rank) for path in text for rank in path)
 
 
 def text_of(name: str, num_heads: int) -> Text:
