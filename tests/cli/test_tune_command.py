@@ -139,7 +139,7 @@ def test_times_that_cannot_tell_are_refused_with_both_spreads(tune, folder, monk
     assert "stored in" not in out
     assert not (folder / "tuning.json").exists()
     assert line.startswith("medusa: tuning: expected times that can tell the fastest tree from plain decoding, got 0.8")
-    assert "10 to 10 ms plainly and 12 to 28 ms with 2 nodes" in line
+    assert "times the rate of plain decoding for batch 1 and prefix 16; 0.8" in line
     assert "--undecided auto" in line
     code, out, errors = tune("--nodes", "2", "--prefix", "16,64", "--undecided", "auto")
     assert (code, errors) == (0, [])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -137,6 +137,11 @@ class TimedTree:
         return {"nodes": self.nodes, **figures, "tokens_per_second": self.rate, "choices": self.tree.choices}
 
 
+def fastest(trees: Sequence[TimedTree]) -> TimedTree:
+    """Return the tree with the most tokens per second, the smallest of equally fast ones."""
+    return max(trees, key=lambda one: (one.rate, -one.nodes))
+
+
 @dataclass(frozen=True)
 class Case:
     """A tuning case: the tree chosen for one batch size and one prefix length.
@@ -175,8 +180,8 @@ class Case:
 
     @property
     def fastest(self) -> TimedTree:
-        """The entry with the most tokens per second, whether or not the times can tell; the smallest of equal ones."""
-        return max(self.sizes, key=lambda size: (size.rate, -size.nodes))
+        """The entry with the most tokens per second, whether or not the times can tell."""
+        return fastest(self.sizes)
 
     @property
     def speedup(self) -> float | None:

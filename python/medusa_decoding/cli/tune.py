@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from medusa_decoding.checkpoints import tuning_file, tuning_paths
-from medusa_decoding.checkpoints.tuning_file import WALKED, Case, Conditions, Tuning
+from medusa_decoding.checkpoints.tuning_file import WALKED, Case, Conditions, Tuning, fastest
 from medusa_decoding.cli import _arguments
 from medusa_decoding.decode.adaptive.acceptance import CLIFFS
 from medusa_decoding.evaluation import read_prompts
@@ -24,7 +24,7 @@ from medusa_decoding.progress import Progress
 from medusa_decoding.provenance import LIBRARIES, medusa_command, provenance, versions
 from medusa_decoding.trees.tree import Tree, most_nodes
 from medusa_decoding.tuning.calibration import Calibration
-from medusa_decoding.tuning.select import best_trees, expected_tokens, fastest, load_knowledge, new_case, new_tuning
+from medusa_decoding.tuning.select import best_trees, expected_tokens, load_knowledge, new_case, new_tuning
 from medusa_decoding.tuning.step_timer import longest_prefix, time_steps
 from medusa_decoding.tuning.sweep import compare
 
@@ -101,7 +101,11 @@ def tune(args: argparse.Namespace, folder: Path, model: MedusaModel, conditions:
                 cases.append(new_case(trees, tokens, found))
                 measured += found
     tuning = new_tuning(conditions, accuracies, cases, measured)
-    undecided = [words_of(case) for case in tuning.cases if case.chosen is None]
+    undecided = [
+        f"{gain_of(case)} of plain decoding for batch {case.batch} and prefix {case.prefix}"
+        for case in tuning.cases
+        if case.chosen is None
+    ]
     if undecided and args.undecided == "refuse":
         if not args.json:
             print(as_text(tuning, stored))
@@ -159,17 +163,6 @@ def sweep_text(figures: dict[str, Any]) -> str:
             "the same texts, so a single chosen tree is at most at 1, and below it by chance too"
         )
     return "\n".join(lines)
-
-
-def words_of(case: Case) -> str:
-    """Describe how the fastest tree of a case compares with plain decoding, with the spread of both."""
-    plain, best = case.sizes[0], fastest(case.sizes[1:])
-    spread = " and ".join(
-        f"{1e3 * one.low:.3g} to {1e3 * one.high:.3g} ms {how}"
-        for one, how in ((plain, "plainly"), (best, f"with {best.nodes} nodes"))
-    )
-    where = f"for batch {case.batch} and prefix {case.prefix}"
-    return f"{gain_of(case)} of plain decoding {where} (the middle half of the steps took {spread})"
 
 
 def gain_of(case: Case) -> str:

@@ -31,14 +31,11 @@ MOST_NOISE = 2**25
 
 
 def accuracy_of_texts(model: MedusaModel, texts: Iterable[tuple[Sequence[int], int]]) -> HeadAccuracy:
-    """Add up `own_text_accuracy` over texts, each given with the number of its prompt's tokens."""
-    if model.heads is None:
-        raise ValueError("model: expected one with heads, got one without")
-    total = HeadAccuracy.empty(model.heads.num_heads, RANKS)
-    for tokens, prompt in texts:
-        one = own_text_accuracy(model, tokens, prompt)
-        total.add(one.hits, one.total)
-    return total
+    """Add up `own_text_accuracy` over texts, at least one, each given with the number of its prompt's tokens."""
+    first, *others = (own_text_accuracy(model, tokens, prompt) for tokens, prompt in texts)
+    for one in others:
+        first.add(one.hits, one.total)
+    return first
 
 
 def own_text_accuracy(model: MedusaModel, tokens: Sequence[int], prompt: int) -> HeadAccuracy:

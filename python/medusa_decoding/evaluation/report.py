@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -202,15 +203,10 @@ def as_text(evaluation: Evaluation) -> str:
 
 
 def _added(measured: Sequence[Measured]) -> HeadAccuracy | None:
-    found = [one.accuracy for one in measured if one.accuracy is not None]
-    if not found:
-        return None
-    from medusa_decoding.training.loop.accuracy import HeadAccuracy
-
-    accuracy = HeadAccuracy.empty(*found[0].hits.shape)
-    for one in found:
-        accuracy.add(one.hits, one.total)
-    return accuracy
+    found = [copy.deepcopy(one.accuracy) for one in measured if one.accuracy is not None]
+    for one in found[1:]:
+        found[0].add(one.hits, one.total)
+    return found[0] if found else None
 
 
 def _header(figures: Figures) -> list[str]:

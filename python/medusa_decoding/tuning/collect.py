@@ -24,8 +24,6 @@ from medusa_decoding.progress import Progress
 from medusa_decoding.tuning.calibration import NONE, Calibration, Text, text_name_of, text_of
 from medusa_decoding.tuning.texts import Settings, Writer, Written
 
-RANK_NAMES = {"-", *map(str, range(RANKS))}
-
 
 def calibrate(
     model: MedusaModel,
@@ -167,9 +165,5 @@ def check_fresh(out: Path, resume: bool) -> Calibration | None:
 
 def _parse(values: Any, num_heads: int) -> tuple[int, tuple[list[Text], int]]:
     number, names, left_out = values["number"], values["texts"], values["left_out"]
-    if not isinstance(names, list):
-        raise ValueError("expected a list of texts")
-    if not all(isinstance(name, str) and set(name) <= RANK_NAMES for name in names):
-        raise ValueError("expected ranks of one character each")
     texts = [text_of(name, num_heads) for name in names]
     return check_count("number", number, 0), (texts, check_count("left_out", left_out, 0))

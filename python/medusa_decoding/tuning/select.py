@@ -20,7 +20,7 @@ from medusa_decoding.checkpoints.accuracies import (
     load_accuracies,
     max_ranks,
 )
-from medusa_decoding.checkpoints.tuning_file import Case, Conditions, TimedTree, Tuning, step_time_names
+from medusa_decoding.checkpoints.tuning_file import Case, Conditions, TimedTree, Tuning, fastest, step_time_names
 from medusa_decoding.decode.adaptive.acceptance import padded
 from medusa_decoding.decode.adaptive.step_times import KEPT, StepTimes
 from medusa_decoding.evaluation import interval
@@ -91,25 +91,11 @@ def expected_tokens(
 
 
 def timed_trees(trees: Sequence[Tree], tokens: Sequence[float], measured: Sequence[Latency]) -> list[TimedTree]:
-    """Join trees with their expected tokens and the durations of their steps, all in the same order.
-
-    Raises:
-        ValueError: a duration that is not above 0.
-    """
-    for one in measured:
-        if not one.typical > 0:
-            raise ValueError(f"seconds: expected above 0 for {one.nodes} nodes, got {one.typical}")
+    """Join trees with their expected tokens and the durations of their steps, all in the same order."""
     return [
         TimedTree(tree, expected, one.typical, one.median, *one.quartiles, len(one.seconds))
         for tree, expected, one in zip(trees, tokens, measured, strict=True)
     ]
-
-
-def fastest(trees: Sequence[TimedTree]) -> TimedTree:
-    """Return the tree with the most tokens per second, the smallest of equally fast ones; `ValueError` for no trees."""
-    if not trees:
-        raise ValueError("trees: give at least one")
-    return max(trees, key=lambda one: (one.rate, -one.nodes))
 
 
 def new_case(trees: Sequence[Tree], tokens: Sequence[float], measured: Sequence[Latency]) -> Case:
