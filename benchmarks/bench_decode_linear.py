@@ -2,14 +2,12 @@
 
     python -m benchmarks.bench_decode_linear
     python -m benchmarks.bench_decode_linear --stored
-    python -m benchmarks.bench_decode_linear --predict
 
 What a decoding step cannot be faster than with these kernels, and what more rows (a tree's nodes) cost by themselves.
 Beside `decode_linear`: PyTorch's linear for each weight, and for q, k, v and gate, up packed into one weight each.
 
 `--stored`: single projections with weights in 4 and 8 bits, beside cuBLAS on 16 bits and, for the same weights,
-bitsandbytes (nf4) and PyTorch's tinygemm (int4). `--predict` measures nothing and needs no GPU: it prints what bytes,
-instructions and operations allow at best.
+bitsandbytes (nf4) and PyTorch's tinygemm (int4).
 
 On a CPU one projection is timed, with copies of the weight that exceed the caches: `decode_linear` with every
 instruction set that the processor has, and PyTorch's linear, in turn. Then plain steps and small trees of two small
@@ -333,54 +331,6 @@ def test_stored_weights_on_a_cpu(way_through: Any, monkeypatch: pytest.MonkeyPat
     ]  # fmt: skip
 
 
-CARDS = {
-    # Target, multiprocessors, clock, bytes and 16-bit operations per second, by data sheet.
-    "A100": ("80", 108, 1.41e9, 1935e9, 312e12),
-    "A6000": ("86", 84, 1.80e9, 768e9, 154.8e12),
-    "RTX 4090": ("89", 128, 2.52e9, 1008e9, 165.2e12),
-    "H100": ("90", 132, 1.83e9, 3350e9, 989.4e12),
-}
-
-
-def predict() -> None:
-    """Print the least microseconds of each projection in int4, groups of 128 with scales in 16 bits, by three limits.
-
-    m: bytes over the memory's bandwidth; i: instructions of the compiled loop over what the schedulers can issue, of
-    which "issue" is the largest share; t: operations of the tile over the tensor cores' peak.
-    """
-    from benchmarks import inspection, kernel_forms
-    from medusa_kernels._triton.decode_linear_configs import best_parts
-
-    print(
-        f"{'card':9} rows  {'  '.join(f'{name:>10}' for name, _, _ in LLAMA_3_8B)}       layer  16 bits  ratio  issue"
-    )
-    for (card, (arch, count, clock, bandwidth, flops)), rows in itertools.product(CARDS.items(), (8, 16, 32, 64)):
-        device = dataclasses.replace(inspection.TARGETS[arch], multiprocessors=count)
-        words, total, dense, busiest = [], 0.0, 0.0, 0.0
-        for name, features, size in LLAMA_3_8B:
-            gate, all_features = name == "gate, up", sum(features)
-            parts = 1 if gate else best_parts(device, torch.bfloat16, rows, all_features, size, 4, 128)
-            spec = kernel_forms._linear_form(
-                device, torch.bfloat16, rows, features, gate=gate, size=size, parts=parts, stored=("int4", 128)
-            )
-            text = inspection.disassembled(inspection.compiled(spec, arch, {"enable_fp_fusion": True}))
-            tile, weights = spec.constants, all_features * size
-            executed = inspection.loop_instructions(text) * spec.num_warps * weights
-            executed /= tile["BLOCK_N"] * (1 + gate) * tile["BLOCK_K"]
-            limits = {
-                "m": weights * (0.5 + 2 / 128) / bandwidth,
-                "i": executed / (4 * count * clock),  # four warps' instructions per clock
-                "t": 2 * tile["BLOCK_M"] * weights / flops,
-            }
-            letter = max(limits, key=lambda limit: limits[limit])
-            total += limits[letter]
-            dense += weights * max(2 / bandwidth, 2 * rows / flops)
-            busiest = max(busiest, limits["i"] / limits[letter])
-            words.append(f"{limits[letter] * 1e6:8.1f} {letter}")
-        sums = f"{total * 1e6:10.1f}  {dense * 1e6:7.1f}  {dense / total:5.2f}  {busiest:5.0%}"
-        print(f"{card:9} {rows:4}  {'  '.join(words)}  {sums}")
-
-
 CPU_ROWS = (1, 4, 8, 16, 32)
 CPU_BYTES = 2**30
 """Copies of the weight together: several times the largest cache."""
@@ -556,11 +506,7 @@ def main() -> None:
     """Run from the command line."""
     options = suite.parser(__doc__, 540)
     options.add_argument("--stored", action="store_true", help="only weights in 4 and 8 bits")
-    options.add_argument("--predict", action="store_true", help="print least times in 4 bits; nothing is measured")
     args = options.parse_args()
-    if args.predict:
-        predict()
-        return
     if args.stored and torch.cuda.is_available():
         suite.main(__doc__, "decode_linear", stored_cases(), measure_stored, options=options)
         return

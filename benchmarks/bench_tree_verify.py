@@ -1,19 +1,15 @@
 """Verification of all tree nodes against PyTorch's projection, argmax, log-softmax, entropy and gather.
 
     python -m benchmarks.bench_tree_verify --budget 120
-    python -m benchmarks.bench_tree_verify --predict
 
 Greedy verification with and without the statistics, hidden size 4096. Bytes: the projection and the hidden states once;
 PyTorch's logits, which it writes and reads again, are not counted for either. The peer of quantised weights has them in
-the dtype of the states. `--predict` measures nothing: it prints the bytes of models' projections and the microseconds
-that they take at the bandwidth of data sheets.
+the dtype of the states.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, log_softmax
 
-from benchmarks import gpu, inspection, suite
+from benchmarks import gpu, suite
 from benchmarks.bench_tree_attention import tree
 from benchmarks.stored_weights import quantised, restored, row_bytes
 from medusa_kernels import tree_verify
@@ -32,10 +28,6 @@ HIDDEN = 4096
 # Logits near 4.5 are rounded to bf16 by both, in a spacing of 2^-5, after sums in another order: the chosen tokens'
 # exact logits may differ by two spacings where they tie after rounding. Statistics average over many logits.
 TOLERANCE = {torch.bfloat16: 7e-2, torch.float16: 1e-2, torch.float32: 1e-3}
-CARDS = {"A100": 1935e9, "A6000": 768e9, "RTX 4090": 1008e9, "H100": 3350e9}
-"""Bytes per second of their memory, by data sheet."""
-MODELS = {"Llama-3-8B": 128256, "Llama-2-7B": 32000}
-"""Vocabularies of models whose hidden size is `HIDDEN`."""
 Result = tuple[Tensor, ...]
 
 
@@ -157,21 +149,5 @@ def measure(case: Case, run: suite.Run) -> None:
 SMALL = Case(vocabulary=1000, nodes=5, stats=True, batch=1, hidden=256)
 
 
-def predict() -> None:
-    """Print what is predicted, not measured: bytes of `lm_head`, and microseconds at the memory's full bandwidth."""
-    lines = []
-    for (model, vocabulary), weights in itertools.product(MODELS.items(), ("full", "int8", "nf4 g64", "int4 g128")):
-        read = Case(vocabulary, 16, False, 1, weights=weights).bytes(2)
-        name = "bf16" if weights == "full" else weights
-        lines.append((model, name, f"{read / 1e6:.0f}", *(f"{read / rate * 1e6:.0f}" for rate in CARDS.values())))
-    print(inspection.aligned(("model", "weights", "MB", *(f"{card}, us" for card in CARDS)), lines, 2))
-
-
 if __name__ == "__main__":
-    options = suite.parser(__doc__, 120)
-    options.add_argument("--predict", action="store_true", help="print predicted bytes and times, measure nothing")
-    if "--predict" in sys.argv[1:]:
-        options.parse_args()
-        predict()
-    else:
-        suite.main(__doc__, OP, cases(), measure, budget=120, options=options)
+    suite.main(__doc__, OP, cases(), measure, budget=120)

@@ -197,12 +197,6 @@ COUNTED = {
         "--out {runs}/chat-kinds", "own projections", "own, int8", "own, fp8", "own, two blocks", "shared lm_head",
         "shared, two blocks", chat=True,
     ),
-    # Trees of the small chat model: what some questions let expect of others, and the tuned tree among all sizes.
-    "trees": Stage(
-        (f"bench_trees --model {CHAT} --prompts {{other_chats}} {{mt_bench}} --counts 80 50",),
-        ("other_chats", "mt_bench"),
-        ("chat",),
-    ),
 }  # fmt: skip
 # More than a day, so only if it is named.
 APART = {

@@ -170,14 +170,6 @@ def parse(text: str) -> dict[str, Counts]:
     return found
 
 
-def loop_instructions(text: str) -> int:
-    """Return how many instructions a warp executes per turn of the longest loop of a disassembly."""
-    at = [int(line.split("*")[1], 16) for line in text.splitlines() if _INSTRUCTION.match(line)]
-    jumps = re.findall(r"/\*([0-9a-f]{4,})\*/[^;]*\bBRA\b[^;]*0x([0-9a-f]+)", text)
-    loops = [(int(to, 16), int(place, 16)) for place, to in jumps if int(to, 16) < int(place, 16)]
-    return max((sum(first <= place <= last for place in at) for first, last in loops), default=0)
-
-
 def streams(ttir: str, warps: int) -> bool:
     """Return whether Triton's IR loads a tile of 16-bit numbers with at least 16 bytes per thread."""
     tiles = (math.prod(map(int, match[1].rstrip("x").split("x"))) for match in _LOAD.finditer(ttir))

@@ -15,7 +15,6 @@ from medusa_decoding.evaluation import interval
 from medusa_decoding.evaluation.own_text import RANKS
 from medusa_decoding.trees.tree import Tree
 
-NAME = "dynamic"
 NODES = (4, 8, 16, 32, 64)
 
 

@@ -22,7 +22,6 @@ from medusa_decoding.model import MedusaModel
 from medusa_decoding.options import TURNS
 from medusa_decoding.trees.tree import Tree
 
-NAME = "figure-3b"
 PAPER = {
     "humanities": 2.58, "reasoning": 2.58, "roleplay": 2.70, "writing": 2.72, "stem": 2.77, "math": 3.01,
     "coding": 3.29, "extraction": 3.62,

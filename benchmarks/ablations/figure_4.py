@@ -19,7 +19,6 @@ from medusa_decoding.cli import _arguments
 from medusa_decoding.evaluation.own_text import RANKS
 from medusa_decoding.trees.tree import Tree
 
-NAME = "figure-4"
 NODES = (4, 8, 16, 32, 64, 128)
 
 

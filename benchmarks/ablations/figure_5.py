@@ -25,7 +25,6 @@ from medusa_decoding.evaluation import interval
 from medusa_decoding.trees.tree import Tree
 from recipes.demo.card import distinct_four_grams
 
-NAME = "figure-5"
 PAPER = tuple(round(0.01 * step, 2) for step in range(1, 26))
 TEMPERATURE = 0.7
 ROUNDING = 1e-5

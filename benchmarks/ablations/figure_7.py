@@ -24,7 +24,6 @@ from medusa_decoding.evaluation import interval
 from medusa_decoding.model import MedusaModel, MedusaOutput
 from medusa_decoding.trees.tree import Tree
 
-NAME = "figure-7"
 GAMMAS = (1, 2, 3, 4, 5, 6, 8)
 MEDUSA = "medusa"
 PAPER = {"vicuna-7b": (1.47, 2.83), "vicuna-13b": (1.56, 2.83), "vicuna-33b": (1.60, 2.35)}

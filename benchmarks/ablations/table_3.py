@@ -25,7 +25,6 @@ from medusa_decoding.trees.tree import Tree
 from medusa_decoding.tuning.select import best_trees, expected_tokens, fastest, timed_trees
 from medusa_decoding.tuning.step_timer import time_steps
 
-NAME = "table-3"
 CHAIN, DENSE, OPTIMISED, TUNED, DYNAMIC = "chain", "dense tree", "optimised tree", "tuned tree", "dynamic tree"
 TUNED_SIZES = (1, 2, 4, 8, 16, 32, 64)
 PAPER = {CHAIN: 1.5, DENSE: 1.9, OPTIMISED: 2.2, "medusa-2": 2.8}
