@@ -23,13 +23,14 @@ from typing import Any
 import torch
 
 from benchmarks import bench_step, harness
+from benchmarks.grids import step_launches
 from benchmarks.inspection import GPUS, aligned
+from benchmarks.launches import NORMS, Launch, l2_bytes
 from benchmarks.roofline import HEADS as HEAD_SHAPES
 from benchmarks.simulator.__main__ import find_device
 from benchmarks.simulator.devices import Device
 from benchmarks.simulator.operators import Operator, step_operators
 from benchmarks.simulator.shapes import shape_of
-from benchmarks.step_launches import NORMS, Launch, l2_bytes, step_launches
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.trees.tree import Tree
 from medusa_kernels._triton import launch

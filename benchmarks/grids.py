@@ -19,21 +19,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import inspection
+import torch
+
+from benchmarks import bench_step, inspection
 from benchmarks.inspection import GPUS, Row
-from benchmarks.kernel_forms import Specialisation
-from benchmarks.step_launches import Launch, specialisation, step_launches
+from benchmarks.launches import META, Launch, Specialisation, recorded, specialisation, storage
+from medusa_decoding.backbone.fused_layers import obstacle
+from medusa_decoding.decode.verify import TokenSelector
+from medusa_decoding.model import MedusaModel
+from medusa_decoding.trees.tree import Tree
 from medusa_kernels._registry import interpreted
+from medusa_kernels._triton.launch import Device
 
 MODELS = ("Llama-2-7B", "Llama-3-8B", "Llama-2-13B", "Qwen3-8B")
 HEADS = "shared, trimmed 8192"
 DEVICES = tuple(gpu for gpu in GPUS if gpu != "h100")
 """An H100 SXM has the multiprocessors of an H200."""
 MOST_IDLE = 1 / 3
-
-Compiled = tuple[str, Specialisation, tuple[tuple[str, Any], ...]]
-_work: list[Compiled] = []
-"""Target, compiled form and compiler options by number: forked workers find here what cannot be pickled."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ class Grid:
         if self.row.fitting == 0:
             return [*found, "no program fits a multiprocessor"]
         if self.row.dots_16_bit and self.launch.stream is None:
-            found.append("it multiplies matrices, but `step_launches` does not say how it streams them")
+            found.append("it multiplies matrices, but `launches` does not say how it streams them")
         if self.launch.stream is not None and self.idle > MOST_IDLE:
             found.append(
                 f"{self.idle:.0%} of {self.multiprocessors} multiprocessors are idle with {self.launch.programs} "
@@ -106,6 +108,54 @@ class Grid:
         return f"{self.gpu} {self.model} {self.nodes} nodes: {self.launch.stage}: {self.launch.name}"
 
 
+def step_launches(
+    model: str,
+    nodes: int,
+    prefix: int,
+    heads: str,
+    device: Device,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    batch: int = 1,
+    selector: TokenSelector | None = None,
+) -> list[Launch]:
+    """Return the launches of one step of `bench_step` on a device, in order.
+
+    Args:
+        model: key of `bench_step.MODELS`.
+        nodes: of the tree, 1 to 64; 1 for a plain step, without heads.
+        prefix: cached rows.
+        heads: key of `bench_step.HEADS`.
+        device: the GPU to launch for.
+        dtype: of weights and activations.
+        batch: sequences.
+        selector: how tokens are picked; None for greedy decoding.
+
+    Raises:
+        ValueError: an unknown model or kind of heads, nodes outside of 1 to 64, or layers that do not run fused.
+    """
+    for name, value, known in (("model", model, bench_step.MODELS), ("heads", heads, bench_step.HEADS)):
+        if value not in known:
+            raise ValueError(f"--{name}: expected one of {', '.join(known)}, got {value}")
+    if not 1 <= nodes <= 64:
+        raise ValueError(f"--nodes: expected 1 to 64, got {nodes}")
+    base = bench_step.build(model, META, dtype)
+    drafting = bench_step.random_heads(base, heads) if nodes > 1 else None
+    tree = Tree([]) if drafting is None else bench_step.tree_of(drafting, nodes)
+    parameters = {storage(parameter): name for name, parameter in base.named_parameters()}
+    if drafting is not None:
+        parameters |= {storage(parameter): f"heads.{name}" for name, parameter in drafting.named_parameters()}
+    with torch.no_grad(), MedusaModel(base, drafting, tree, backend="eager") as medusa:
+        run, _ = bench_step.prepare_step(medusa, tree, "eager", prefix, batch, selector)
+        why_not = obstacle(medusa.backbone.decoder)
+        if why_not is not None:
+            raise ValueError(f"model: expected one whose layers run fused, got {model}: {why_not}")
+        medusa.backbone.fuse = True
+        with recorded(device, parameters) as launches:
+            run()
+    return launches
+
+
 def inspect_grids(
     gpus: Sequence[str], models: Sequence[str], nodes: Sequence[int], prefix: int, heads: str, jobs: int
 ) -> list[Grid]:
@@ -115,43 +165,33 @@ def inspect_grids(
     """
     found: dict[tuple[Any, ...], tuple[Launch, int]] = {}
     numbers: dict[tuple[Any, ...], int] = {}
+    work: list[tuple[str, Specialisation]] = []
     for gpu, model, count in ((g, m, n) for g in gpus for m in models for n in nodes):
         for launch in step_launches(model, count, prefix, heads, GPUS[gpu][1]):
             if launch.kernel is None:
                 continue
-            form = compiled_form(GPUS[gpu][0], launch)
-            number = numbers.setdefault(_key(form), len(numbers))
-            if number == len(_work):
-                _work.append(form)
+            form = GPUS[gpu][0], specialisation(launch)
+            number = numbers.setdefault(key(*form), len(numbers))
+            if number == len(work):
+                work.append(form)
             place = gpu, model, count, launch.stage, launch.grid, number
             first, times = found.get(place, (launch, 0))
             found[place] = first, times + 1
-    rows = inspection.in_processes(_compile, range(len(_work)), jobs)
-    _work.clear()
+    rows = inspection.compile_all(work, jobs)
     return [
         Grid(gpu, model, count, launch, times, rows[number])
         for (gpu, model, count, _, _, number), (launch, times) in found.items()
     ]
 
 
-def compiled_form(arch: str, launch: Launch) -> Compiled:
-    """Return a launch's compiled form for a target, with the compiler options of the launch."""
-    options = {name: value for name, value in launch.options.items() if name not in ("num_warps", "num_stages")}
-    return arch, specialisation(launch), tuple(sorted(options.items()))
-
-
-def _key(form: Compiled) -> tuple[Any, ...]:
-    arch, spec, options = form
+def key(arch: str, spec: Specialisation) -> tuple[Any, ...]:
+    """Return all that the compiler knows of a form for a target."""
     # Without constants at their defaults, so that one more argument of a kernel does not rename its other forms.
     usual = {parameter.name: parameter.default for parameter in spec.kernel.params if parameter.has_default}
     constants = {name: value for name, value in spec.constants.items() if (name, value) not in usual.items()}
     types, constants = (tuple(sorted(named.items())) for named in (spec.signature, constants))
+    options = tuple(sorted(spec.options.items()))
     return arch, spec.name, types, constants, spec.aligned, spec.num_warps, spec.num_stages, options
-
-
-def _compile(number: int) -> Row:
-    arch, spec, options = _work[number]
-    return inspection.compiled_row(spec, arch, dict(options))
 
 
 def table(grids: Iterable[Grid]) -> str:

@@ -2,14 +2,13 @@
 
 `python -m benchmarks.inspection` prints one table: registers, stack, shared memory and the instructions that
 matter. It checks spills and the limits of shared memory, which compilation itself does not. It does not know what a
-kernel computes: it reads the forms in `kernel_forms`, Triton's IR and the disassembly. The native kernels of csrc/ are
+kernel computes: it reads the forms of `kernel_forms`, Triton's IR and the disassembly. The native kernels of csrc/ are
 read from the built library.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import math
 import multiprocessing
@@ -18,19 +17,18 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.kernel_forms import forms
+from benchmarks.launches import OPS, Specialisation
 from benchmarks.loop_variables import not_carried
-from medusa_kernels import _native, _registry
+from medusa_kernels import _native
 from medusa_kernels._registry import interpreted
 from medusa_kernels._triton.launch import Device
-
-OPS = tuple(op for op in _registry.OPS if op not in ("kv_compact", "decoder_layers"))
-"""Ops with Triton kernels, each in the module of that name in `medusa_kernels._triton`."""
 
 TARGETS = {
     "80": Device((8, 0), 108, 163 * 1024, 164 * 1024),  # A100
@@ -176,12 +174,12 @@ def streams(ttir: str, warps: int) -> bool:
     return any(2 * elements >= 16 * 32 * warps for elements in tiles)
 
 
-def compiled_row(spec: Any, arch: str, options: Mapping[str, Any]) -> Row:
-    """Compile one `kernel_forms.Specialisation` for one target, with these compiler options, and read the result."""
+def compiled_row(spec: Specialisation, arch: str) -> Row:
+    """Compile one form for one target, and read the result."""
     row = Row(spec.name, arch, spec.num_warps, spec.num_stages, Counts(), TARGETS[arch].shared_memory)
     try:
         with not_carried() as lost:
-            kernel = compiled(spec, arch, options)
+            kernel = compiled(spec, arch)
     except Exception as error:  # a compiler pass may raise anything
         return replace(row, failed=f"does not compile: {type(error).__name__}: {str(error)[:300]}")
     (counts,) = parse(disassembled(kernel)).values()
@@ -209,16 +207,16 @@ def fitting(counts: Counts, warps: int, arch: str) -> int:
     return min(by_registers, TARGETS[arch].blocks(counts.shared), most_warps // warps, most_programs)
 
 
-def compiled(spec: Any, arch: str, options: Mapping[str, Any]) -> Any:
+def compiled(spec: Specialisation, arch: str) -> Any:
     """Return Triton's compiled kernel for a specialisation, from Triton's cache if possible."""
     import triton
     from triton.backends.compiler import GPUTarget
 
-    options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, **options, **spec.options}
+    options = {"num_warps": spec.num_warps, "num_stages": spec.num_stages, **spec.options}
     return triton.compile(source(spec), target=GPUTarget("cuda", int(arch), 32), options=options)
 
 
-def source(spec: Any) -> Any:
+def source(spec: Specialisation) -> Any:
     """Return a specialisation as Triton's compiler takes it."""
     from triton.compiler import ASTSource
 
@@ -261,43 +259,28 @@ def native_rows(library: Path, arch: str) -> list[Row]:
     return rows
 
 
-@dataclass(frozen=True)
-class Task:
-    """The work of a worker process: compile the specialisation at an index of an op's list."""
-
-    op: str
-    arch: str
-    index: int
-    name: str
+_work: list[tuple[str, Specialisation]] = []
+"""Targets and forms by number: forked workers find here what cannot be pickled."""
 
 
-def _specialisations(op: str, arch: str) -> list[Any]:
-    from benchmarks.kernel_forms import FORMS
-
-    return list(FORMS[op](TARGETS[arch]))
-
-
-def work(task: Task) -> Row:
-    """Compile a task with the compiler options that its module's launches pass: its OPTIONS, or the common ones."""
-    from medusa_kernels._triton import launch
-
-    module = importlib.import_module(f"medusa_kernels._triton.{task.op}")
-    options = getattr(module, "OPTIONS", launch.OPTIONS)
-    return compiled_row(_specialisations(task.op, task.arch)[task.index], task.arch, options)
-
-
-def in_processes(compile_one: Callable[[Any], Row], tasks: Sequence[Any], jobs: int) -> list[Row]:
-    """Return a row per task in order, compiled by several processes, with progress on stderr.
+def compile_all(work: Sequence[tuple[str, Specialisation]], jobs: int) -> list[Row]:
+    """Return a row per target and form in order, compiled by several processes, with progress on stderr.
 
     They are forked, so that workers do not import torch again; no threads and no CUDA have been started here.
     """
     rows: dict[int, Row] = {}
+    _work[:] = work
     with ProcessPoolExecutor(max(1, jobs), mp_context=multiprocessing.get_context("fork")) as pool:
-        numbers = {pool.submit(compile_one, task): number for number, task in enumerate(tasks)}
+        numbers = {pool.submit(_compile, number): number for number in range(len(work))}
         for done, future in enumerate(as_completed(numbers), 1):
             row = rows[numbers[future]] = future.result()
-            print(f"[{done}/{len(tasks)}] sm_{row.arch} {row.name}", file=sys.stderr, flush=True)
+            print(f"[{done}/{len(work)}] sm_{row.arch} {row.name}", file=sys.stderr, flush=True)
     return [rows[number] for number in sorted(rows)]
+
+
+def _compile(number: int) -> Row:
+    arch, spec = _work[number]
+    return compiled_row(spec, arch)
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -330,25 +313,25 @@ def inspect(
     Returns:
         The rows in the order of the ops, and one line per breach.
     """
-    lines, tasks = [], []
+    lines, work = [], []
 
     def asked(name: str) -> bool:
         return any(text in name for text in only)
 
     for op in ops:
         try:
-            forms = [(arch, *form) for arch in archs for form in enumerate(_specialisations(op, arch))]
-            tasks += [Task(op, arch, index, spec.name) for arch, index, spec in forms if asked(spec.name)]
+            found = [(arch, spec) for arch in archs for spec in forms(op, TARGETS[arch])]
+            work += [(arch, spec) for arch, spec in found if asked(spec.name)]
         except (ImportError, KeyError) as error:
             lines.append(f"{op}: missing: {error}")
-    found = in_processes(work, tasks, jobs)
+    rows = compile_all(work, jobs)
     library = _native.LIBRARY_FOLDER / "libmedusa_cuda.so"
     if library.exists():
-        found += [row for arch in archs for row in native_rows(library, arch) if asked(row.name)]
+        rows += [row for arch in archs for row in native_rows(library, arch) if asked(row.name)]
     else:
         print(f"csrc/: no kernels to inspect: {_native.why_missing('cuda')}", file=sys.stderr)
-    lines += [f"{row.name} sm_{row.arch}: {breach}" for row in found for breach in breaches(row)]
-    return found, lines
+    lines += [f"{row.name} sm_{row.arch}: {breach}" for row in rows for breach in breaches(row)]
+    return rows, lines
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import bench_step, explain, step_launches
+from benchmarks import bench_step, explain, grids
 from benchmarks.bench_step import FORMS
 from benchmarks.explain import Kernel, measured, predict, stages_of
 from benchmarks.inspection import TARGETS
+from benchmarks.launches import Launch, specialisation
 from benchmarks.roofline import read_steps
 from benchmarks.simulator.devices import Attained, Device
 from benchmarks.simulator.operators import Operator
-from benchmarks.step_launches import Launch, specialisation
 from medusa_kernels._registry import interpreted
 
 pytestmark = pytest.mark.skipif(interpreted(), reason="the interpreter launches in another way")
@@ -133,14 +133,14 @@ def test_microseconds_are_medians_over_steps() -> None:
 
 def test_the_launches_of_a_whole_step_are_recorded() -> None:
     model, layers = "Qwen3-8B", 36
-    launches = step_launches.step_launches(model, 64, 1024, "shared", TARGETS["80"])
+    launches = grids.step_launches(model, 64, 1024, "shared", TARGETS["80"])
     counts = {stage: sum(one.stage == stage for one in launches) for stage in dict.fromkeys(o.stage for o in launches)}
     for stage in ("qkv", "rope, append", "output", "gate, up", "down"):
         assert counts[stage] == layers
     assert (counts["norms"], counts["heads"], counts["verify"], counts["accept"]) == (2 * layers + 1, 3, 2, 1)
     assert launches[-1].stage == "compact"
     assert not any("launch_pdl" in one.options for one in launches)  # an A100 has no programmatic launches
-    plain = step_launches.step_launches(model, 1, 1024, "shared", TARGETS["80"])
+    plain = grids.step_launches(model, 1, 1024, "shared", TARGETS["80"])
     assert "heads" not in {one.stage for one in plain}
     assert sum(one.stage == "down" for one in plain) == layers
     last = [one for one in plain if one.stage == "down"][-1]
@@ -151,7 +151,7 @@ def shown(form: dict[str, Any] | None, model: str, nodes: int) -> list[Any]:
     way = bench_step.Way("graph", constants=form or {})
     found = []
     with way.settings():
-        for one in step_launches.step_launches(model, nodes, 8192, "shared, trimmed 8192", TARGETS["90"]):
+        for one in grids.step_launches(model, nodes, 8192, "shared, trimmed 8192", TARGETS["90"]):
             spec = None if one.kernel is None else specialisation(one)
             found.append((one.name, one.grid, spec and (spec.constants, spec.num_warps, spec.num_stages)))
     return found

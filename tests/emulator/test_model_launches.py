@@ -26,10 +26,9 @@ from transformers.generation import logits_process as lp
 from triton.runtime.jit import JITFunction
 
 import medusa_kernels
-from benchmarks import bench_step, grids, inspection
-from benchmarks import step_launches as steps
+from benchmarks import bench_step, grids, inspection, launches
 from benchmarks.inspection import TARGETS
-from benchmarks.step_launches import Call, Launch
+from benchmarks.launches import Call, Launch
 from medusa_decoding.decode.selection.sampling import Sampling
 from medusa_decoding.decode.selection.typical import TypicalAcceptance
 from medusa_kernels import reference
@@ -69,7 +68,7 @@ class Form:
 def key(arch, launch):
     if launch.kernel is None:
         return ("kv_compact", 16)  # rows of any of these models are multiples of 16 bytes
-    return grids._key(grids.compiled_form(arch, launch))
+    return grids.key(arch, launches.specialisation(launch))
 
 
 def recorded(arch):
@@ -83,7 +82,7 @@ def recorded(arch):
         for way, (models, settings) in WAYS.items():
             for model, nodes, batch in ((m, n, b) for m in models for n in (1, 16, 64) for b in (1, 4)):
                 step = f"{model} {way} {nodes} nodes batch {batch}"
-                for launch in steps.step_launches(
+                for launch in grids.step_launches(
                     model, nodes, PREFIX, settings["heads"], TARGETS[arch], settings["dtype"],
                     batch=batch, selector=settings["selector"](),
                 ):  # fmt: skip
@@ -112,9 +111,9 @@ def smaller(arch, number, call):
         if call.arguments.get("noise") is not None:
             fewer["noise"] = call.arguments["noise"][..., :tokens]
         arguments = call.arguments | fewer
-        with steps.recorded(TARGETS[arch], {}) as launches:
+        with launches.recorded(TARGETS[arch], {}) as found:
             getattr(medusa_kernels, call.op)(**arguments)
-        if any(key(arch, launch) == number for launch in launches):
+        if any(key(arch, launch) == number for launch in found):
             return Call(call.op, arguments)
     return call
 

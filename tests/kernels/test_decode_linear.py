@@ -408,12 +408,11 @@ def test_configurations_hold_all_rows_and_fit(arch: str, dtype: torch.dtype, gat
 @pytest.mark.skipif(interpreted(), reason="nothing is compiled in Triton's interpreter")
 def test_fp32_sums_stay_compensated() -> None:
     """Every product begins at zero, and neither compiler folds the three further operations of each sum away."""
-    module = pytest.importorskip("medusa_kernels._triton.decode_linear")
     inspection = pytest.importorskip("benchmarks.inspection")
     forms = pytest.importorskip("benchmarks.kernel_forms")
-    specs = forms.FORMS["decode_linear"](TARGETS["90"])
+    specs = forms.forms("decode_linear", TARGETS["90"])
     spec = next(s for s in specs if "fp32" in s.name and "gated" not in s.name)
-    kernel = inspection.compiled(spec, "90", module.launch.OPTIONS)
+    kernel = inspection.compiled(spec, "90")
     (start,) = re.findall(r"tt\.dot %\w+, %\w+, (%\w+) ", kernel.asm["ttir"])
     assert f"{start} = arith.constant dense<0.0" in kernel.asm["ttir"]
     text = inspection.disassembled(kernel)

@@ -12,9 +12,9 @@ import triton.language as tl
 
 from benchmarks import inspection
 from benchmarks.inspection import TARGETS, Counts, Row, breaches, parse
-from benchmarks.kernel_forms import FORMS, Specialisation
+from benchmarks.kernel_forms import forms
+from benchmarks.launches import Specialisation
 from medusa_kernels._registry import interpreted
-from medusa_kernels._triton import rope_append
 
 needs_compiler = pytest.mark.skipif(interpreted(), reason="nothing is compiled in Triton's interpreter")
 
@@ -136,10 +136,10 @@ def softmax_of(size: int, warps: int) -> Specialisation:
 @needs_compiler
 def test_a_kernel_that_spills_is_reported() -> None:
     """16,384 numbers in one warp are 512 per thread, and a thread has 255 registers."""
-    row = inspection.compiled_row(softmax_of(16384, 1), "80", {})
+    row = inspection.compiled_row(softmax_of(16384, 1), "80")
     assert row.counts.stack > 0
     assert any("registers spill" in line for line in breaches(row))
-    assert breaches(inspection.compiled_row(softmax_of(1024, 4), "80", {})) == []
+    assert breaches(inspection.compiled_row(softmax_of(1024, 4), "80")) == []
 
 
 @needs_compiler
@@ -149,7 +149,7 @@ def test_a_variable_that_a_loop_does_not_carry_is_reported(tmp_path: Path, monke
     signature = {"x": "*fp32", "out": "*fp32", "count": "i32"}
     for loses in (True, False):
         spec = Specialisation("power", power_kernel, signature, {"LOSES": loses}, 1, 1)
-        row = inspection.compiled_row(spec, "80", {})
+        row = inspection.compiled_row(spec, "80")
         lost = [line for line in breaches(row) if "not carried" in line]
         assert bool(lost) == loses
         assert all(line.startswith("power in line ") for line in lost)
@@ -159,9 +159,9 @@ def test_a_variable_that_a_loop_does_not_carry_is_reported(tmp_path: Path, monke
 @pytest.mark.parametrize(("kind", "arch"), [("bf16", "80"), ("fp32", "90")])
 def test_rope_append_rounds_every_product(kind: str, arch: str) -> None:
     """No multiply-add except x * y - 0 and x * 1 + y: any other would round once where PyTorch rounds twice."""
-    specs = {spec.name: spec for spec in FORMS["rope_append"](TARGETS[arch])}
+    specs = {spec.name: spec for spec in forms("rope_append", TARGETS[arch])}
     spec = specs[f"rope_append {kind} D64"]
-    assert fused(inspection.disassembled(inspection.compiled(spec, arch, rope_append.OPTIONS))) == []
+    assert fused(inspection.disassembled(inspection.compiled(spec, arch))) == []
 
 
 def fused(text: str) -> list[str]:

@@ -12,7 +12,7 @@ from triton.runtime.jit import JITFunction
 
 from benchmarks import inspection
 from benchmarks.inspection import TARGETS
-from benchmarks.kernel_forms import FORMS
+from benchmarks.kernel_forms import forms
 from medusa_kernels import _registry, selftest
 from medusa_kernels._registry import Implementation, interpreted
 from medusa_kernels._triton import launch
@@ -54,11 +54,10 @@ def test_no_kernel_is_where_the_device_cannot(monkeypatch: pytest.MonkeyPatch) -
 
 def compiled(op: str, name: str) -> str:
     """Compile the first form of this kernel and kind for sm_90; return its PTX."""
-    for spec in FORMS[op](TARGETS["90"]):
+    for spec in forms(op, TARGETS["90"]):
         constants, (kernel, *flags) = spec.constants, name.split()
         if spec.kernel.fn.__name__ == kernel and constants["PDL"] and all(constants[flag] for flag in flags):
-            module = importlib.import_module(f"medusa_kernels._triton.{op}")
-            return inspection.compiled(spec, "90", getattr(module, "OPTIONS", launch.OPTIONS)).asm["ptx"]
+            return inspection.compiled(spec, "90").asm["ptx"]
     raise AssertionError(f"no form of {op} {name}")
 
 

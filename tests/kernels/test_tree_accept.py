@@ -284,11 +284,10 @@ def test_views_and_empty_inputs(device: str) -> None:
 @pytest.mark.skipif(interpreted(), reason="nothing is compiled in Triton's interpreter")
 def test_all_threads_of_a_program_read_before_any_writes() -> None:
     """A row's numbers are read by all threads and replaced by one: a barrier is in between, for every tile."""
-    module = pytest.importorskip("medusa_kernels._triton.tree_accept")
     inspection = pytest.importorskip("benchmarks.inspection")
     forms = pytest.importorskip("benchmarks.kernel_forms")
-    spec = next(iter(forms.FORMS["tree_accept"](TARGETS["90"])))
-    kernel = inspection.compiled(spec, "90", module.launch.OPTIONS)
+    spec = next(iter(forms.forms("tree_accept", TARGETS["90"])))
+    kernel = inspection.compiled(spec, "90")
     barrier = re.search(r"bar\.sync|barrier\.sync", kernel.asm["ptx"])
     assert barrier
     before, after = kernel.asm["ptx"][: barrier.start()], kernel.asm["ptx"][barrier.end() :]

@@ -1,8 +1,8 @@
-"""Record the launches of a whole decoding step for any GPU, without one.
+"""Record the launches that ops would make on any GPU, without one, and describe their compiled forms.
 
-The step is the one that `bench_step` times: `decode_step` over fused layers. Its tensors are on the meta device, which
-have shapes and strides but no memory, so models of any size take none. The host code of the kernels runs as it would on
-the GPU; only the launch itself is replaced, by a note of kernel, grid and arguments.
+Tensors are on the meta device, which have shapes and strides but no memory, so models of any size take none. The host
+code of the kernels runs as it would on the GPU; only the launch itself is replaced, by a note of kernel, grid and
+arguments.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import importlib
 import math
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -20,17 +20,24 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.jit import JITFunction
 
-from benchmarks import bench_step
-from benchmarks.inspection import OPS
-from benchmarks.kernel_forms import TRITON_TYPES, Specialisation
-from medusa_decoding.backbone.fused_layers import obstacle
-from medusa_decoding.decode.verify import TokenSelector
-from medusa_decoding.model import MedusaModel
-from medusa_decoding.trees.tree import Tree
 from medusa_kernels import _registry
 from medusa_kernels._triton.launch import Device
 
+OPS = tuple(op for op in _registry.OPS if op not in ("kv_compact", "decoder_layers"))
+"""Ops with Triton kernels, each in the module of that name in `medusa_kernels._triton`."""
 META = torch.device("meta")
+TRITON_TYPES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.int32: "i32",
+    torch.int64: "i64",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.bool: "i1",
+}
+"""Names of dtypes in Triton's signatures."""
 STAGES = {
     "heads_topk": "heads",
     "tree_select": "arrange",
@@ -52,6 +59,34 @@ STAGES_BY_MODULE = {
 }
 """Stage of a launch by the module whose weight it reads."""
 NORMS = "norms"
+
+
+@dataclass(frozen=True)
+class Specialisation:
+    """One compiled form of a kernel.
+
+    Attributes:
+        name: op, kernel and what distinguishes this form: "tree_attention attend bf16 D128 M64".
+        kernel: the `triton.jit` function.
+        signature: Triton type of every argument that is not a constant: "*bf16", "i32", "fp32".
+        constants: value of every `tl.constexpr` argument.
+        num_warps: warps per program.
+        num_stages: depth of software pipelining.
+        aligned: integers that a launch always passes as multiples of 16, so that the compiler may load 16 bytes at
+            once. Pointers always count as aligned.
+        programs: programs per multiprocessor that a launch counts on; 0 if it does not.
+        options: the compiler options of the launch.
+    """
+
+    name: str
+    kernel: Any
+    signature: Mapping[str, str]
+    constants: Mapping[str, Any]
+    num_warps: int
+    num_stages: int
+    aligned: tuple[str, ...] = field(default=())
+    programs: int = 0
+    options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -164,7 +199,7 @@ def l2_bytes(launch: Launch, keys: int) -> int:
         # Unused arguments are other arguments again.
         if not isinstance(tensor, torch.Tensor) or name in ("cos", "sin"):
             continue
-        place = _storage(tensor), tensor.storage_offset(), tensor.numel()
+        place = storage(tensor), tensor.storage_offset(), tensor.numel()
         if place in seen:
             continue
         seen.add(place)
@@ -181,56 +216,8 @@ def l2_bytes(launch: Launch, keys: int) -> int:
     return total
 
 
-def _storage(tensor: torch.Tensor) -> int:
+def storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata  # tensors without memory have no other address
-
-
-def step_launches(
-    model: str,
-    nodes: int,
-    prefix: int,
-    heads: str,
-    device: Device,
-    dtype: torch.dtype = torch.bfloat16,
-    *,
-    batch: int = 1,
-    selector: TokenSelector | None = None,
-) -> list[Launch]:
-    """Return the launches of one step of `bench_step` on a device, in order.
-
-    Args:
-        model: key of `bench_step.MODELS`.
-        nodes: of the tree, 1 to 64; 1 for a plain step, without heads.
-        prefix: cached rows.
-        heads: key of `bench_step.HEADS`.
-        device: the GPU to launch for.
-        dtype: of weights and activations.
-        batch: sequences.
-        selector: how tokens are picked; None for greedy decoding.
-
-    Raises:
-        ValueError: an unknown model or kind of heads, nodes outside of 1 to 64, or layers that do not run fused.
-    """
-    for name, value, known in (("model", model, bench_step.MODELS), ("heads", heads, bench_step.HEADS)):
-        if value not in known:
-            raise ValueError(f"--{name}: expected one of {', '.join(known)}, got {value}")
-    if not 1 <= nodes <= 64:
-        raise ValueError(f"--nodes: expected 1 to 64, got {nodes}")
-    base = bench_step.build(model, META, dtype)
-    drafting = bench_step.random_heads(base, heads) if nodes > 1 else None
-    tree = Tree([]) if drafting is None else bench_step.tree_of(drafting, nodes)
-    parameters = {_storage(parameter): name for name, parameter in base.named_parameters()}
-    if drafting is not None:
-        parameters |= {_storage(parameter): f"heads.{name}" for name, parameter in drafting.named_parameters()}
-    with torch.no_grad(), MedusaModel(base, drafting, tree, backend="eager") as medusa:
-        run, _ = bench_step.prepare_step(medusa, tree, "eager", prefix, batch, selector)
-        why_not = obstacle(medusa.backbone.decoder)
-        if why_not is not None:
-            raise ValueError(f"model: expected one whose layers run fused, got {model}: {why_not}")
-        medusa.backbone.fuse = True
-        with recorded(device, parameters) as launches:
-            run()
-    return launches
 
 
 @contextlib.contextmanager
@@ -251,9 +238,9 @@ def recorded(device: Device, parameters: Mapping[int, str]) -> Iterator[list[Lau
         arguments = {name: given[name] for name in names}
         options = {name: value for name, value in keywords.items() if name not in names}
         weights = {
-            name: parameters[_storage(value)]
+            name: parameters[storage(value)]
             for name, value in arguments.items()
-            if isinstance(value, torch.Tensor) and _storage(value) in parameters
+            if isinstance(value, torch.Tensor) and storage(value) in parameters
         }
         launch = Launch(mode.call.op, kernel.fn.__name__, kernel, tuple(grid), arguments, options, weights, mode.call)
         found.append(launch)
@@ -303,17 +290,14 @@ def specialisation(launch: Launch) -> Specialisation:
         if parameter.is_constexpr or value is None or (type(value) is int and value == 1 and not free):
             constants[name] = value
         elif isinstance(value, torch.Tensor):
-            signature[name] = f"*{_TYPES[value.dtype]}"
+            signature[name] = f"*{TRITON_TYPES[value.dtype]}"
         elif isinstance(value, float):
             signature[name] = "fp32"
         else:
             signature[name] = "i32" if -(2**31) <= value < 2**31 else "i64"
             if value % 16 == 0 and not free and not parameter.do_not_specialize_on_alignment:
                 aligned.append(name)
-    warps, stages = launch.options["num_warps"], launch.options["num_stages"]
-    return Specialisation(
-        f"{launch.op} {launch.name}", launch.kernel, signature, constants, warps, stages, tuple(aligned)
-    )
-
-
-_TYPES = TRITON_TYPES | {torch.bool: "i1", torch.uint8: "u8"}
+    options = dict(launch.options)
+    warps, stages = options.pop("num_warps"), options.pop("num_stages")
+    name = f"{launch.op} {launch.name}"
+    return Specialisation(name, launch.kernel, signature, constants, warps, stages, tuple(aligned), options=options)
