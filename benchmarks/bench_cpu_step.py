@@ -1,4 +1,4 @@
-"""One decoding step on a CPU with random weights: ours with 1 to 32 nodes, transformers' and llama.cpp's.
+"""One decoding step on a CPU with random weights: ours with 1 to 32 nodes, and transformers'.
 
     python -m benchmarks.bench_cpu_step --models Llama-127M --dtypes bf16 --ways eager transformers-eager
 
@@ -7,9 +7,6 @@ random, so hardly any draft token is accepted: this is the cost of a step, not i
 median over the rounds of a way's time over that of the same way's plain step in the same round. Bytes are counted as in
 bench_step. "int8" has torchao's int8 weights in the layers and lm_head in bf16, as transformers quantises by default;
 "int8-all" has an int8 lm_head as well; "int4" has both in torchao's int4 of groups of 32. Activations are in bf16.
-
-llama.cpp takes part if `llama_cpp` and `gguf` can be imported, on the same weights (Q8_0 for int8, Q4_0 for int4). Its
-times are those of decoding 1 to 32 tokens of one sequence, without choosing the next token.
 
 "modules" runs our step with the model's own norms, projections and MLPs, called one by one, as for layers that the ops
 cannot run (`--models OLMo-2-254M Gemma-2-254M Granite-254M --ways eager modules transformers-eager`).
@@ -20,13 +17,10 @@ from __future__ import annotations
 import argparse
 import functools
 import gc
-import importlib.util
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,15 +43,10 @@ DTYPES = {
     "int8-all": (torch.bfloat16, "all"),
     "int4": (torch.bfloat16, "int4"),
 }
-# What llama.cpp has them in: the layers' projections, and lm_head.
-GGUF = {"bf16": ("BF16", "BF16"), "fp32": ("F32", "F32"), "int8": ("Q8_0", "BF16"), "int8-all": ("Q8_0", "Q8_0"),
-        "int4": ("Q4_0", "Q4_0")}  # fmt: skip
-WAYS = ("eager", "compiled", "transformers-eager", "transformers-compiled", "llama.cpp")
+WAYS = ("eager", "compiled", "transformers-eager", "transformers-compiled")
 MODULES = "modules"
 STEPS = 3
 """Timed steps of a way in each round, after one that is not timed: it finds another way's weights in the cache."""
-SAME_LOGITS = 1e-4
-"""How far llama.cpp's logits may be from transformers' in fp32, in standard deviations of the logits."""
 Turn = Callable[[int], list[float]]
 
 
@@ -130,22 +119,18 @@ class Steps:
     Attributes:
         turns: what times some steps of a way.
         bytes: what a step of a way reads.
-        more: further fields of a way's records.
         parameters: of the model.
     """
 
     def __init__(self, model: str, dtype: str, ways: Sequence[str], nodes: Sequence[int], prefix: int) -> None:
         self.turns: dict[tuple[str, int], Turn] = {}
         self.bytes: dict[tuple[str, int], int] = {}
-        self.more: dict[str, dict[str, Any]] = {}
         self.prefix = prefix
         base, own = build_base(model, dtype), build_base(model, dtype)
         self.parameters = sum(p.numel() for p in base.parameters())
         heads = random_heads(base, "shared")
         for way in ways:
-            if way == "llama.cpp":
-                self._add_llama_cpp(model, dtype, own, nodes)
-            elif way.startswith("transformers"):
+            if way.startswith("transformers"):
                 make = functools.partial(transformers_step, own, prefix, way == "transformers-compiled")
                 self._add(way, 1, step_bytes(own, None, prefix, 1, 1), make)
             else:
@@ -176,36 +161,6 @@ class Steps:
         self.turns[way, nodes], self.bytes[way, nodes] = timed, moved
         print(f"{way}, {nodes} nodes: ready after {time.perf_counter() - start:.1f} s", flush=True)
 
-    def _add_llama_cpp(self, model: str, dtype: str, own: Any, nodes: Sequence[int]) -> None:
-        """Load the same weights in llama.cpp, and compare its next tokens with transformers'."""
-        if not all(map(importlib.util.find_spec, ("llama_cpp", "gguf"))):
-            print("left out: llama.cpp, whose packages llama-cpp-python and gguf are not installed", flush=True)
-            return
-        from benchmarks import llama_cpp_step
-
-        layers, lm_head = GGUF[dtype]
-        prefix, tokens = random_ids(own, self.prefix + max(nodes)).split((self.prefix, max(nodes)), -1)
-        with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder) / "model.gguf"
-            weights = llama_cpp_step.write_gguf(build(model, CPU, DTYPES[dtype][0]), path, layers, lm_head)
-            decoder = llama_cpp_step.Decoder(path, prefix[0].tolist(), torch.get_num_threads(), dtype == "fp32")
-        expected = own(torch.cat((prefix, tokens), -1), logits_to_keep=max(nodes)).logits[0].float()
-        found = decoder.logits(tokens[0].tolist())
-        same = int((found.argmax(-1) == expected.argmax(-1)).sum())
-        apart = float((found - expected).abs().max() / expected.std())
-        self.more["llama.cpp"] = {
-            "llama_cpp": llama_cpp_step.VERSION, "types": [layers, lm_head],
-            "same_next_tokens": [same, len(expected)], "logits_apart_in_std": apart,
-        }  # fmt: skip
-        print(f"llama.cpp: {same} of {len(expected)} next tokens as in transformers; logits {apart:.1e} std apart")
-        if dtype == "fp32" and (same < len(expected) or apart > SAME_LOGITS):
-            print("left out: llama.cpp, which decodes another model", flush=True)
-            return
-        cache = step_bytes(own, None, self.prefix, 1, 1) - step_bytes(own, None, 0, 0, 1)
-        for count in nodes:
-            run = functools.partial(decoder.step, tokens[0, :count].tolist())
-            self._add("llama.cpp", count, weights + cache, lambda run=run: (run, lambda: None))
-
 
 def measure(
     model: str, dtype: str, ways: Sequence[str], nodes: Sequence[int], prefix: int, rounds: int
@@ -230,7 +185,6 @@ def measure(
             "ratio_to_plain": ratio(found, (way, count), (way, 1)),
             "ratio_to_transformers": ratio(found, (way, count), ("transformers-eager", 1)),
             "ratio_to_modules": ratio(found, (way, count), (MODULES, count)),
-            **steps.more.get(way, {}),
         }  # fmt: skip
         records.append(record)
         harness.write_record("cpu-step", record)

@@ -10,10 +10,8 @@ Beside `decode_linear`: PyTorch's linear for each weight, and for q, k, v and ga
 bitsandbytes (nf4) and PyTorch's tinygemm (int4).
 
 On a CPU one projection is timed, with copies of the weight that exceed the caches: `decode_linear` with every
-instruction set that the processor has, and PyTorch's linear, in turn. Then plain steps and small trees of two small
-models and two layers of an 8B one by how the weights are stored (`--stored`: only these), in turn: ours is all of a
-step over an empty cache (`decoder_layers`, and `tree_verify` of lm_head), PyTorch's linear, its product with int4
-weights and bitsandbytes' nf4 layer are the products alone. Activations are bfloat16.
+instruction set that the processor has, and PyTorch's linear, in turn. `bench_quantised` times steps with stored weights
+there.
 """
 
 from __future__ import annotations
@@ -35,17 +33,11 @@ from torch.nn.functional import linear, silu
 
 from benchmarks import gpu, harness, suite
 from medusa_kernels import (
-    LayerWeights,
-    Projection,
     _native,
     add_rms_norm,
-    ancestor_words,
     decode_linear,
-    decoder_layers,
     linear_parts,
-    packed,
     quantised,
-    tree_verify,
 )
 
 
@@ -383,125 +375,6 @@ def test_one_projection_on_a_cpu(way_through: Any) -> None:
     assert _native.instruction_set() == record["chosen"]
 
 
-STORED_SHAPES = (
-    Shape("SmolLM2-135M", 576, 576, 192, 1536, 30),
-    Shape("Llama-254M", 1024, 1024, 512, 2816, 16),
-    Shape("Llama-3-8B, 2 layers", 4096, 4096, 1024, 14336, 2),
-)
-VOCABULARIES = {"SmolLM2-135M": 49152, "Llama-254M": 32000}
-STORED_ROWS = (1, 4, 8)
-GROUP = 64
-HEAD = 64
-Step = Callable[[Tensor], object]
-"""Runs what a step's activations `[rows, hidden size]` go through."""
-
-
-def stored_weight(stored: str, rows: int, columns: int) -> Projection:
-    """Return a random weight: in bfloat16, int8, or 4 bits."""
-    if stored == "bfloat16":
-        return Projection(torch.randn(rows, columns).to(torch.bfloat16) / 64)
-    if stored == "int8":
-        return Projection(torch.randint(-127, 128, (rows, columns), dtype=torch.int8), scale=torch.rand(rows) / 4096)
-    codes = quantised.pack(torch.randint(0, 16, (rows, columns)), stored)
-    return Projection(codes, scale=torch.rand(rows, columns // GROUP) / 64, codes=stored)
-
-
-def our_step(shape: Shape, stored: str, rows: int) -> Step:
-    """Return all layers over an empty cache, and the argmax of lm_head if the shape has one."""
-    columns = (shape.hidden,) * 3 + (shape.q, shape.hidden, shape.hidden, shape.width)
-    features = (shape.q, shape.kv, shape.kv, shape.hidden, shape.width, shape.width, shape.hidden)
-    norm = torch.ones(shape.hidden, dtype=torch.bfloat16)
-    layers = [
-        LayerWeights(norm, norm, [stored_weight(stored, n, k) for n, k in zip(features, columns, strict=True)])
-        for _ in range(shape.layers)
-    ]
-    weights, forms = packed(layers, norm)
-    kv = torch.zeros(shape.layers, 2, 1, shape.kv // HEAD, rows, HEAD, dtype=torch.bfloat16)
-    table, depths = torch.ones(rows, HEAD, dtype=torch.bfloat16), torch.arange(rows, dtype=torch.int32)
-    lens, ancestors = torch.zeros(1, dtype=torch.int32), ancestor_words(torch.ones(rows, rows, dtype=torch.bool).tril())
-    vocabulary = VOCABULARIES.get(shape.name)
-    last = stored_weight(stored, vocabulary, shape.hidden) if vocabulary else None
-    candidates = torch.zeros(1, rows, dtype=torch.int64)
-
-    def step(x: Tensor) -> Tensor:
-        out = decoder_layers(
-            x[None], weights, forms, kv, table, table, lens, depths, ancestors, windows=[0] * shape.layers, eps=1e-5,
-            scale=HEAD**-0.5,
-        )  # fmt: skip
-        if last is None:
-            return out
-        options = {"weight_scale": last.scale, "codes": last.codes, "want_stats": False}
-        return tree_verify(out, last.weight, candidates, **options)[0]
-
-    return step
-
-
-def torch_int4(rows: int, columns: int) -> Step:
-    codes = torch.randint(0, 16, (rows, columns), dtype=torch.int32)
-    weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
-    scales = torch.rand(columns // GROUP, rows, 2).to(torch.bfloat16)
-    return lambda x: torch.ops.aten._weight_int4pack_mm_for_cpu(x, weight, GROUP, scales)
-
-
-def torch_bfloat16(rows: int, columns: int) -> Step:
-    weight = torch.randn(rows, columns).to(torch.bfloat16)
-    return lambda x: linear(x, weight)
-
-
-def bitsandbytes_nf4(rows: int, columns: int) -> Step:
-    """Return its layer, which packs the weight anew for the CPU at its first use."""
-    from bitsandbytes.nn import Linear4bit
-
-    options = {"compute_dtype": torch.bfloat16, "compress_statistics": False, "quant_type": "nf4"}
-    return Linear4bit(columns, rows, bias=False, **options).to("cpu").eval()
-
-
-def their_step(shape: Shape, product: Callable[[int, int], Step], rows: int) -> Step:
-    """Return the products of a step, of q, k, v and of gate, up packed, each with activations of its own."""
-    layer = [
-        (shape.q + 2 * shape.kv, shape.hidden), (shape.hidden, shape.q), (2 * shape.width, shape.hidden),
-        (shape.hidden, shape.width),
-    ]  # fmt: skip
-    vocabulary = VOCABULARIES.get(shape.name)
-    sizes = layer * shape.layers + ([(vocabulary, shape.hidden)] if vocabulary else [])
-    products = [(product(*size), torch.randn(rows, size[1]).to(torch.bfloat16)) for size in sizes]
-
-    def step(_: Tensor) -> None:
-        for run, x in products:
-            run(x)
-
-    return step
-
-
-def measure_steps(shape: Shape, rows: int, rounds: int = 7) -> dict[str, Any]:
-    """Time steps by how the weights are stored, all ways in turn."""
-    ways = {stored: our_step(shape, stored, rows) for stored in ("bfloat16", "int8", "int4", "nf4")}
-    theirs = {"torch, bfloat16": torch_bfloat16, "torch, int4": torch_int4}
-    if importlib.util.find_spec("bitsandbytes") is not None:
-        theirs["bitsandbytes, nf4"] = bitsandbytes_nf4
-    ways |= {name: their_step(shape, product, rows) for name, product in theirs.items()}
-    x = torch.randn(rows, shape.hidden).to(torch.bfloat16)
-    seconds: dict[str, list[float]] = {name: [] for name in ways}
-    with torch.inference_mode():
-        for _ in range(rounds):
-            for name, step in ways.items():
-                step(x)  # finds another way's weights in the caches
-                start = time.perf_counter()
-                step(x)
-                seconds[name].append(time.perf_counter() - start)
-    ms = {name: statistics.median(taken[1:]) * 1e3 for name, taken in seconds.items()}
-    line = ", ".join(f"{name} {value:.2f}" for name, value in ms.items())
-    print(f"{shape.name}, {rows} rows, ms: {line}", flush=True)
-    return {"op": "stored", "shape": dataclasses.asdict(shape), "rows": rows, "group": GROUP, "ms": ms}
-
-
-def test_steps_on_a_cpu(way_through: Any) -> None:
-    """The way through the benchmark; nothing is recorded."""
-    shape = Shape("small", 64, 64, 64, 128, 1)
-    record = way_through.pedantic(lambda: measure_steps(shape, 2, rounds=2), rounds=1)
-    assert {"bfloat16", "int8", "int4", "nf4", "torch, int4"} <= set(record["ms"])
-
-
 def main() -> None:
     """Run from the command line."""
     options = suite.parser(__doc__, 540)
@@ -514,12 +387,11 @@ def main() -> None:
         layers = [Layers(shape, rows) for shape in SHAPES for rows in ROWS]
         suite.main(__doc__, "decode_linear", layers, measure, options=options)
         return
-    for stored in () if args.stored else (torch.float32, torch.bfloat16, torch.int8):
+    if args.stored:
+        options.error(f"--stored: {suite.NO_GPU}; bench_quantised measures such weights on a CPU")
+    for stored in (torch.float32, torch.bfloat16, torch.int8):
         for rows in CPU_ROWS:
             harness.write_record("decode_linear", measure_on_cpu(stored, rows))
-    for shape in STORED_SHAPES:
-        for rows in STORED_ROWS:
-            harness.write_record("decode_linear", measure_steps(shape, rows))
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ from benchmarks import harness, llama_cpp_server, plot
 from benchmarks.ablations import figure_5, measuring, setup
 from benchmarks.ablations.measuring import Written
 from benchmarks.ablations.setup import Asked, Bench
-from benchmarks.bench_cpu_step import DTYPES, GGUF, quantise
+from benchmarks.bench_cpu_step import DTYPES, quantise
 from benchmarks.bench_models import compiled
 from medusa_decoding.checkpoints import pretrained
 from medusa_decoding.checkpoints.accuracies import find_accuracies
@@ -71,6 +71,9 @@ TUNING_PROMPTS, TUNING_LONGEST, TUNING_TOKENS = 6, 512, 64
 COPIED, NODES = (2, 4, 8), {"cpu": (2, 3, 4, 6, 8, 16), "cuda": (8, 16, 32, 64)}
 CONTEXT, BUCKET = 2048, {"cpu": 512, "cuda": 1024}
 """Most tokens of a prompt and its answer, and steps between sizes of the static cache, of which each is compiled."""
+# What llama.cpp has a dtype's weights in: the layers' projections, and lm_head.
+GGUF = {"bf16": ("BF16", "BF16"), "fp32": ("F32", "F32"), "int8": ("Q8_0", "BF16"), "int8-all": ("Q8_0", "Q8_0"),
+        "int4": ("Q4_0", "Q4_0")}  # fmt: skip
 GIVEN = "given"
 TEMPERATURE = 0.7
 Timed = tuple[Written, float]

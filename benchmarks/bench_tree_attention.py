@@ -1,22 +1,20 @@
-"""Tree attention against masked attention of PyTorch and, where installed, FlashInfer and flash-attn.
+"""Tree attention against masked attention of PyTorch and, where installed, FlashInfer.
 
     python -m benchmarks.bench_tree_attention --budget 480
     python -m benchmarks.bench_tree_attention --quick --only nodes=64
 
 Every peer computes the same function (its difference from ours is printed) with its mask prepared outside the timing;
 keys and values are the valid rows only. Lines named "unmasked" compute plain attention over the same rows: a floor, not
-a peer. Cases with `spare` rows are short texts in a large cache: our op alone, as it is planned for the whole cache,
-and with a view of the valid rows. Bytes: keys and values of all valid rows once, queries and output. FlexAttention is
-compiled for each shape, so it is limited to the first `--flex` cases in the order of `--list`.
+a peer. Bytes: keys and values of all valid rows once, queries and output. FlexAttention is compiled for each shape, so
+it is limited to the first `--flex` cases in the order of `--list`.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,7 +43,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Case(suite.Case):
-    """One shape; `models` are those that have these heads, `spare` rows of the cache are empty."""
+    """One shape; `models` are those that have these heads."""
 
     models: tuple[str, ...]
     heads: int
@@ -54,12 +52,6 @@ class Case(suite.Case):
     nodes: int
     prefix: int
     batch: int
-    spare: int = 0
-
-    def shapes(self) -> dict[str, Any]:
-        """Return the fields; spare rows only if there are some."""
-        shapes = super().shapes()
-        return shapes if self.spare else {name: value for name, value in shapes.items() if name != "spare"}
 
     @property
     def rows(self) -> int:
@@ -93,8 +85,6 @@ def cases() -> Iterator[Case]:
     for chosen in suite.by_rank(axes):
         name = chosen.pop("model")
         yield Case(tuple(name.split(", ")), *HEADS[name], **chosen)
-    for batch, nodes, name in itertools.product((1, 4), (64, 1), HEADS):
-        yield Case(tuple(name.split(", ")), *HEADS[name], nodes, prefix=512, batch=batch, spare=8192)
 
 
 @functools.cache
@@ -138,7 +128,7 @@ class Inputs:
 def inputs(case: Case, run: suite.Run) -> Inputs:
     """Draw one copy of a case's inputs."""
     make = functools.partial(torch.empty, dtype=run.dtype, device=run.device)
-    capacity = -(-case.rows // 64) * 64 + case.spare
+    capacity = -(-case.rows // 64) * 64
     cache = make(2, case.batch, case.kv_heads, capacity, case.head_dim).normal_()
     return Inputs(
         make(case.batch, case.nodes, case.heads, case.head_dim).normal_(),
@@ -153,11 +143,6 @@ def inputs(case: Case, run: suite.Run) -> Inputs:
 def ours(x: Inputs) -> Tensor:
     """Our op."""
     return tree_attention(x.q, x.k_cache, x.v_cache, x.cache_lens, x.ancestors)
-
-
-def of_valid_rows(x: Inputs) -> Tensor:
-    """Our op, planned for the valid rows."""
-    return ours(replace(x, k_cache=x.k, v_cache=x.v))
 
 
 def measure(case: Case, run: suite.Run) -> None:
@@ -175,14 +160,7 @@ def measure(case: Case, run: suite.Run) -> None:
 
     timed(suite.OURS, ours, **suite.served(OP, run.device))
     expected = ours(copies[0])
-    if case.spare:
-        error = float((of_valid_rows(copies[0]).float() - expected.float()).norm() / expected.float().norm())
-        if run.agrees(case, "valid rows", error, TOLERANCE[run.dtype]):
-            timed("valid rows", of_valid_rows)
-        return
-    peers: dict[str, Callable[[Case, suite.Run], Variants | str]] = {
-        "sdpa": sdpa, "flashinfer": flashinfer, "flash-attn unmasked": flash_attn_unmasked
-    }  # fmt: skip
+    peers: dict[str, Callable[[Case, suite.Run], Variants | str]] = {"sdpa": sdpa, "flashinfer": flashinfer}
     if case.nodes > 1:  # with one node sdpa has no mask
         peers["sdpa unmasked"] = sdpa_unmasked
     if run.limits.get("flex", 0) > 0 and run.left() > FLEX_SECONDS:
@@ -356,20 +334,6 @@ def flashinfer(case: Case, run: suite.Run) -> Variants | str:
         return out[None]
 
     return {"custom mask": attended}
-
-
-def flash_attn_unmasked(case: Case, run: suite.Run) -> Variants | str:
-    """flash-attn's decoding without a mask, split over the keys: the floor."""
-    try:
-        from flash_attn import flash_attn_with_kvcache
-    except ImportError:
-        return "flash-attn is not installed"
-    lens = torch.full((case.batch,), case.rows, dtype=torch.int32, device=run.device)
-    return {
-        "kvcache": lambda q, k, v: flash_attn_with_kvcache(
-            q, k.transpose(1, 2), v.transpose(1, 2), cache_seqlens=lens, causal=False
-        )
-    }
 
 
 SMALL = Case(("small",), heads=4, kv_heads=2, head_dim=64, nodes=16, prefix=512, batch=1)
