@@ -32,12 +32,12 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from benchmarks import gpu, harness, suite
+from benchmarks.stored_weights import quantised, restored
 from medusa_kernels import (
     _native,
     add_rms_norm,
     decode_linear,
     linear_parts,
-    quantised,
 )
 
 
@@ -110,22 +110,20 @@ def cases() -> list[Case]:
     return divided + wide
 
 
-def inputs(case: Case, run: suite.Run) -> tuple[Tensor, list[Tensor], Tensor, Tensor]:
-    """Return random activations, weights, hidden states and the norm's weight."""
+def prepare(case: Case, run: suite.Run) -> suite.Copy:
+    """Draw activations, weights, hidden states and the norm's weight; the call ends with the norm of the sum."""
     width = case.features[0] if case.gate else sum(case.features)
-    tensors = [
-        torch.empty(*shape, device=run.device, dtype=run.dtype).normal_(0, 0.02)
-        for shape in ((case.rows, case.size), *((n, case.size) for n in case.features), (case.rows, width), (width,))
-    ]
-    return tensors[0], tensors[1:-2], tensors[-2], tensors[-1]
+    shapes = (case.rows, case.size), *((n, case.size) for n in case.features), (case.rows, width), (width,)
+    x, *weights, hidden, norm = (
+        torch.empty(shape, device=run.device, dtype=run.dtype).normal_(0, 0.02) for shape in shapes
+    )
 
+    def with_norm() -> Tensor:
+        if case.parts == 1 and len(weights) == 1:
+            return add_rms_norm(decode_linear(x, weights, residual=hidden), None, norm, 1e-5)[1]
+        return add_rms_norm(hidden, decode_linear(x, weights, gate=case.gate, parts=case.parts), norm, 1e-5)[1]
 
-def with_norm(case: Case, x: tuple[Tensor, list[Tensor], Tensor, Tensor]) -> Tensor:
-    """Run the projection, and the norm of its sum with the hidden states."""
-    activations, weights, hidden, norm = x
-    if case.parts == 1 and len(weights) == 1:
-        return add_rms_norm(decode_linear(activations, weights, residual=hidden), None, norm, 1e-5)[1]
-    return add_rms_norm(hidden, decode_linear(activations, weights, gate=case.gate, parts=case.parts), norm, 1e-5)[1]
+    return suite.Copy({suite.OURS: with_norm})
 
 
 def layer_weights(shape: Shape, device: torch.device, dtype: torch.dtype) -> Weights:
@@ -158,7 +156,7 @@ def joined(shape: Shape, x: Tensor, weights: Weights) -> Tensor:
     return x + linear(silu(gate) * up, down)
 
 
-PEERS = {"torch, a linear each": separate, "torch, packed": joined}
+WAYS = {suite.OURS: ours, "torch, a linear each": separate, "torch, packed": joined}
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-5}
 
 
@@ -180,17 +178,13 @@ def measure(case: Layers, run: suite.Run) -> None:
     layers = [layer_weights(shape, run.device, run.dtype) for _ in range(shape.layers)]
     x = torch.randn(case.rows, shape.hidden, device=run.device, dtype=run.dtype)
 
-    def in_all_layers(way: Callable[[Shape, Tensor, Weights], Tensor], x: Tensor) -> list[Tensor]:
-        return [way(shape, x, weights) for weights in layers]
+    def in_all_layers(way: Callable[[Shape, Tensor, Weights], Tensor]) -> Tensor:
+        first, *_ = [way(shape, x, weights) for weights in layers]
+        return first
 
-    def difference(x: Tensor, way: Callable[[Tensor], list[Tensor]]) -> float:
-        wanted = ours(shape, x, layers[0]).float()
-        return float((way(x)[0].float() - wanted).norm() / wanted.norm())
-
-    mine = functools.partial(in_all_layers, ours)
-    peers = {name: functools.partial(in_all_layers, way) for name, way in PEERS.items()}
+    ways = {name: functools.partial(in_all_layers, way) for name, way in WAYS.items()}
     moved = sum(weight.nbytes for weights in layers for weight in weights)
-    run.compare(case, [x], mine, peers, difference, TOLERANCE[run.dtype], bytes=moved)
+    run.compare(case, [suite.Copy(ways, suite.norm_of_difference)], TOLERANCE[run.dtype], bytes=moved)
 
 
 def test_projections_of_a_small_model(way_through: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,7 +192,7 @@ def test_projections_of_a_small_model(way_through: Any, monkeypatch: pytest.Monk
     monkeypatch.setattr(harness, "write_record", lambda *_: None)
     run = suite.Run("decode_linear", torch.device("cpu"), dtype=torch.float32, seconds=0.01)
     way_through.pedantic(measure, args=(Layers(Shape("small", 64, 64, 32, 96, 2), 3), run), rounds=1)
-    assert [record["implementation"] for record in run.records if "median_us" in record] == [suite.OURS, *PEERS]
+    assert [record["implementation"] for record in run.records if "median_us" in record] == [*WAYS]
 
 
 @dataclass(frozen=True)
@@ -228,87 +222,60 @@ def stored_cases() -> list[Stored]:
     ]
 
 
-@dataclass(frozen=True)
-class Inputs:
-    """Activations, weights as stored, their scales, the weights in 16 bits, and by name those of other libraries."""
-
-    x: Tensor
-    weights: list[Tensor]
-    scales: list[Tensor]
-    dense: Tensor
-    others: dict[str, Any]
-
-
-def stored_inputs(case: Stored, run: suite.Run) -> Inputs:
-    """Return random inputs."""
+def prepare_stored(case: Stored, run: suite.Run) -> tuple[int, suite.Copy]:
+    """Draw activations and weights; return the bytes of the weights, and the calls."""
+    form = {"int4": "int4 g128", "nf4": "nf4 g64"}.get(case.kind, case.kind)
     weights, scales, dense = [], [], []
     for n in case.features:
-        if case.kind == "int8":
-            weight = torch.randint(-127, 128, (n, case.size), device=run.device, dtype=torch.int8)
-            scale = torch.rand(n, device=run.device) / 5000
-        else:
-            weight = torch.randint(256, (n, case.size // 2), device=run.device, dtype=torch.uint8)
-            scale = torch.rand(n, case.size // (64 if case.kind == "nf4" else 128), device=run.device) / 400
-            scale = scale.to(run.dtype).to(torch.float32)  # which tinygemm's 16 bits represent
+        drawn = torch.empty(n, case.size, device=run.device).normal_(0, 0.02)
+        weight, scale, codes = quantised(drawn, form)
+        scale = scale.to(run.dtype).float()  # which tinygemm's 16 bits represent
         weights.append(weight)
         scales.append(scale)
-        dense.append(quantised.dequantised(weight, scale, None, "nf4" if case.kind == "nf4" else "int4").to(run.dtype))
-    others: dict[str, Any] = {}
-    x = torch.randn(case.rows, case.size, device=run.device, dtype=run.dtype)
+        dense.append(restored(weight, scale, codes, run.dtype))
+    x, whole = torch.randn(case.rows, case.size, device=run.device, dtype=run.dtype), torch.cat(dense)
+
+    def ours_stored() -> Tensor:
+        parts = 1 if case.gate else linear_parts(x, sum(case.features), weights[0], scales[0])
+        out = decode_linear(x, weights, gate=case.gate, scales=scales, codes=codes, parts=parts)
+        return out if parts == 1 else out.sum(0).to(x.dtype)
+
+    others: dict[str, suite.Way] = {"torch, 16 bits": lambda: linear(x, whole)}
     if x.is_cuda and case.kind == "int4":
         # Its first column of a byte is in the upper half.
         swapped = torch.cat(weights)
-        swapped = swapped << 4 | swapped >> 4
-        tiles = torch.ops.aten._convert_weight_to_int4pack(swapped, 8)
+        tiles = torch.ops.aten._convert_weight_to_int4pack(swapped << 4 | swapped >> 4, 8)
         both = torch.cat(scales).T
-        others["torch tinygemm"] = tiles, torch.stack((both, torch.zeros_like(both)), -1).to(run.dtype).contiguous()
+        pairs = torch.stack((both, torch.zeros_like(both)), -1).to(run.dtype).contiguous()
+        others["torch tinygemm"] = lambda: torch.ops.aten._weight_int4pack_mm(x, tiles, 128, pairs)
     if x.is_cuda and case.kind == "nf4" and importlib.util.find_spec("bitsandbytes"):
+        from bitsandbytes import matmul_4bit
         from bitsandbytes.functional import QuantState, get_4bit_type
 
-        code = get_4bit_type("nf4", device=run.device)
-        others["bitsandbytes"] = [
-            (w.view(-1, 1), QuantState(s.flatten(), (len(w), case.size), code, 64, "nf4", run.dtype))
+        table = get_4bit_type("nf4", device=run.device)
+        states = [
+            (w.view(-1, 1).T, QuantState(s.flatten(), (len(w), case.size), table, 64, "nf4", run.dtype))
             for w, s in zip(weights, scales, strict=True)
         ]
-    return Inputs(x, weights, scales, torch.cat(dense), others)
+        others["bitsandbytes"] = lambda: torch.cat([matmul_4bit(x, *state) for state in states], -1)
 
+    def gated(product: suite.Way) -> Tensor:
+        out = product()
+        if not case.gate:
+            return out
+        first, second = out.chunk(2, -1)
+        return silu(first) * second
 
-def ours_stored(case: Stored, given: Inputs) -> Tensor:
-    codes = "nf4" if case.kind == "nf4" else "int4"
-    parts = 1 if case.gate else linear_parts(given.x, sum(case.features), given.weights[0], given.scales[0])
-    out = decode_linear(given.x, given.weights, gate=case.gate, scales=given.scales, codes=codes, parts=parts)
-    return out if parts == 1 else out.sum(0).to(given.x.dtype)
-
-
-def others_stored(case: Stored, name: str, given: Inputs) -> Tensor:
-    if name == "bitsandbytes":
-        from bitsandbytes import matmul_4bit
-
-        out = torch.cat([matmul_4bit(given.x, weight.T, state) for weight, state in given.others[name]], -1)
-    elif name == "torch tinygemm":
-        tiles, scales = given.others[name]
-        out = torch.ops.aten._weight_int4pack_mm(given.x, tiles, 128, scales)
-    else:
-        out = linear(given.x, given.dense)
-    if not case.gate:
-        return out
-    first, second = out.chunk(2, -1)
-    return silu(first) * second
+    ways = {suite.OURS: ours_stored} | {name: functools.partial(gated, way) for name, way in others.items()}
+    moved = sum(tensor.nbytes for tensor in (*weights, *scales))
+    return moved, suite.Copy(ways, suite.norm_of_difference)
 
 
 def measure_stored(case: Stored, run: suite.Run) -> None:
     """Measure our kernel, with the sum of parts if there are any, then the others."""
-    first = stored_inputs(case, run)
-    moved = sum(tensor.nbytes for tensor in (*first.weights, *first.scales))
-    copies = [first, *(stored_inputs(case, run) for _ in range(gpu.sets_needed(moved, run.device) - 1))]
-    peers = {name: functools.partial(others_stored, case, name) for name in ("torch, 16 bits", *first.others)}
-
-    def difference(given: Inputs, way: Callable[[Inputs], Tensor]) -> float:
-        wanted = ours_stored(case, given).float()
-        return float((way(given).float() - wanted).norm() / wanted.norm())
-
-    mine = functools.partial(ours_stored, case)
-    run.compare(case, copies, mine, peers, difference, TOLERANCE[run.dtype], bytes=moved)
+    moved, first = prepare_stored(case, run)
+    copies = [first, *(prepare_stored(case, run)[1] for _ in range(gpu.sets_needed(moved, run.device) - 1))]
+    run.compare(case, copies, TOLERANCE[run.dtype], bytes=moved)
 
 
 def test_stored_weights_on_a_cpu(way_through: Any, monkeypatch: pytest.MonkeyPatch) -> None:

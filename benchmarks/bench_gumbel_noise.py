@@ -11,12 +11,10 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import Tensor
 
-from benchmarks import gpu, suite
+from benchmarks import suite
 from medusa_kernels import gumbel_noise, reference
 
 OP = "gumbel_noise"
@@ -42,42 +40,17 @@ def cases() -> Iterator[Case]:
             yield Case(vocabulary, batch)
 
 
-@dataclass
-class Inputs:
-    """The texts' seeds and places."""
-
-    seeds: Tensor
-    first: Tensor
-
-
-def inputs(case: Case, run: suite.Run) -> Inputs:
+def prepare(case: Case, run: suite.Run) -> suite.Copy:
     """Draw seeds, and places of an answer."""
     seeds = torch.randint(2**62, (case.batch,), device=run.device)
-    return Inputs(seeds, torch.randint(1000, (case.batch,), dtype=torch.int32, device=run.device))
-
-
-def ours(case: Case, x: Inputs) -> Tensor:
-    """Our op."""
-    return gumbel_noise(x.seeds, x.first, case.rows, case.vocabulary)
-
-
-def plain(case: Case, x: Inputs) -> Tensor:
-    """PyTorch, operation by operation."""
-    return reference.gumbel_noise(x.seeds, x.first, case.rows, case.vocabulary)
-
-
-TOLERANCE = 1e-5
+    given = seeds, torch.randint(1000, (case.batch,), dtype=torch.int32, device=run.device), case.rows, case.vocabulary
+    ways = {suite.OURS: gumbel_noise, "torch operations": reference.gumbel_noise}
+    return suite.Copy({name: functools.partial(way, *given) for name, way in ways.items()})
 
 
 def measure(case: Case, run: suite.Run) -> None:
     """Measure our op, then PyTorch's operations."""
-    sets = [inputs(case, run) for _ in range(max(2, gpu.sets_needed(case.bytes(), run.device)))]
-
-    def error(x: Inputs, way: Any) -> float:
-        return float((ours(case, x) - way(x)).abs().max())
-
-    peers = {"torch operations": functools.partial(plain, case)}
-    run.compare(case, sets, functools.partial(ours, case), peers, error, TOLERANCE, bytes=case.bytes())
+    run.compare(case, run.copies(prepare, case, case.bytes(), least=2), 1e-5, bytes=case.bytes())
 
 
 SMALL = Case(32000)

@@ -11,15 +11,14 @@ bf16, and its bytes. Our op is also timed with a root, noise and a temperature, 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, log_softmax, silu
 
-from benchmarks import gpu, suite
+from benchmarks import suite
 from benchmarks.stored_weights import quantised, restored, row_bytes
 from medusa_kernels import heads_topk
 
@@ -79,116 +78,75 @@ def cases() -> Iterator[Case]:
             yield Case(*form, batch=batch)
 
 
-@dataclass
-class Inputs:
-    """One copy of a case's inputs.
-
-    `plain` is the projection as PyTorch takes it (not quantised, rows gathered), `sampling` what `ROOTED` has on top.
-    """
-
-    hidden: Tensor
-    w1: Tensor
-    b1: Tensor
-    w2: Tensor
-    scale: Tensor | None
-    codes: str
-    token_map: Tensor | None
-    plain: Tensor
-    sampling: dict[str, Any]
-
-
-def inputs(case: Case, run: suite.Run) -> Inputs:
-    """Draw one copy: hidden states of unit size, weights that keep it."""
+def prepare(case: Case, run: suite.Run) -> suite.Copy:
+    """Draw hidden states of unit size, and weights that keep it."""
     make = functools.partial(torch.empty, dtype=run.dtype, device=run.device)
-    spread = case.hidden**-0.5
+    spread, square = case.hidden**-0.5, (case.heads, case.hidden, case.hidden)
     shape: tuple[int, ...] = (case.heads, case.rows, case.hidden)
     if case.form != "own":
         shape = (case.vocabulary if case.form == "gather" else case.rows, case.hidden)
-    w2, scale = make(shape).normal_(std=spread), None
-    plain, codes = w2, "int4"
+    w2, suffix = make(shape).normal_(std=spread), ""
+    plain, options = w2, {}  # the projection as PyTorch takes it: not quantised, rows gathered
     if case.weights != "full":
         w2, scale, codes = quantised(w2, case.weights)
-        plain = restored(w2, scale, codes, run.dtype)
-    token_map = None
+        plain, options = restored(w2, scale, codes, run.dtype), {"w2_scale": scale, "codes": codes}
+        suffix = f", {str(run.dtype).removeprefix('torch.')} weights"
+    tokens = None
     if case.rows < case.vocabulary:
-        token_map = torch.randperm(case.vocabulary, device=run.device)[: case.rows].sort().values
+        tokens = torch.randperm(case.vocabulary, device=run.device)[: case.rows].sort().values
+        options["token_map"] = tokens
     if case.form == "gather":
         # PyTorch has no product over named rows: its peer keeps a copy of them.
-        plain = w2[token_map]
-    return Inputs(
-        make(case.batch, case.hidden).normal_(),
-        make(case.heads, case.hidden, case.hidden).normal_(std=spread),
-        make(case.heads, case.hidden).normal_(std=0.1),
-        w2,
-        scale,
-        codes,
-        token_map,
-        plain,
-        {
-            "root": make(case.batch, case.hidden).normal_(),
-            "w_root": make(case.heads, case.hidden, case.hidden).normal_(std=spread),
-            "noise": -make(case.batch, case.heads, case.vocabulary, dtype=torch.float32).exponential_().log(),
-            "temperature": 0.8,
-        },
-    )
+        plain, options["gather"] = w2[tokens], True
+    hidden, w1 = make(case.batch, case.hidden).normal_(), make(square).normal_(std=spread)
+    b1 = make(case.heads, case.hidden).normal_(std=0.1)
+    sampling = {
+        "root": make(case.batch, case.hidden).normal_(),
+        "w_root": make(square).normal_(std=spread),
+        "noise": -make(case.batch, case.heads, case.vocabulary, dtype=torch.float32).exponential_().log(),
+        "temperature": 0.8,
+    }
 
+    def states() -> Tensor:
+        """Return the heads' states `[B, K, H]`; all heads read one input, so their weights are one matrix."""
+        inner = linear(hidden, w1.view(-1, case.hidden), b1.view(-1)).view(-1, case.heads, case.hidden)
+        return hidden[:, None] + silu(inner)
 
-def ours(case: Case, x: Inputs, **sampling: Any) -> tuple[Tensor, Tensor]:
-    """Our op."""
-    more: dict[str, Any] = {"codes": x.codes} | ({"gather": True} if case.form == "gather" else {})
-    return heads_topk(x.hidden, x.w1, x.b1, x.w2, case.k, w2_scale=x.scale, token_map=x.token_map, **more, **sampling)
+    def top(logits: Tensor) -> tuple[Tensor, Tensor]:
+        best, found = logits.topk(case.k, dim=-1)
+        logprobs = log_softmax(logits, -1, dtype=torch.float32).gather(-1, found)
+        return logprobs, found if tokens is None else tokens[found]
 
+    def batched() -> tuple[Tensor, Tensor]:
+        """Return one batched product for all heads (one plain product if they share the projection)."""
+        if case.form != "own":
+            return top(linear(states(), plain))
+        return top(torch.bmm(states().transpose(0, 1), plain.transpose(1, 2)).transpose(0, 1))
 
-def _top(case: Case, x: Inputs, logits: Tensor) -> tuple[Tensor, Tensor]:
-    best, tokens = logits.topk(case.k, dim=-1)
-    logprobs = log_softmax(logits, -1, dtype=torch.float32).gather(-1, tokens)
-    return logprobs, tokens if x.token_map is None else x.token_map[tokens]
+    def one_each() -> tuple[Tensor, Tensor]:
+        of_heads = states()
+        return top(torch.stack([linear(of_heads[:, j], plain[j]) for j in range(case.heads)], dim=1))
 
-
-def _states(case: Case, x: Inputs) -> Tensor:
-    """Return the heads' states `[B, K, H]`; all heads read one input, so their weights are one matrix."""
-    inner = linear(x.hidden, x.w1.view(-1, case.hidden), x.b1.view(-1)).view(-1, case.heads, case.hidden)
-    return x.hidden[:, None] + silu(inner)
-
-
-def torch_batched(case: Case, x: Inputs) -> tuple[Tensor, Tensor]:
-    """PyTorch, one batched product for all heads (one plain product where they share the projection)."""
-    states = _states(case, x)
+    ours = functools.partial(heads_topk, hidden, w1, b1, w2, case.k, **options)
+    ways: dict[str, suite.Way] = {suite.OURS: ours, f"torch batched{suffix}": batched}
     if case.form == "own":
-        return _top(case, x, torch.bmm(states.transpose(0, 1), x.plain.transpose(1, 2)).transpose(0, 1))
-    return _top(case, x, linear(states, x.plain))
+        ways[f"torch a head{suffix}"] = one_each
 
+    def difference(one: suite.Way, other: suite.Way) -> float:
+        return float((one()[0] - other()[0]).abs().max())
 
-def torch_each(case: Case, x: Inputs) -> tuple[Tensor, Tensor]:
-    """PyTorch, one product a head."""
-    states = _states(case, x)
-    return _top(case, x, torch.stack([linear(states[:, j], x.plain[j]) for j in range(case.heads)], dim=1))
+    return suite.Copy(ways, difference, {ROOTED: functools.partial(ours, **sampling)})
 
 
 def measure(case: Case, run: suite.Run) -> None:
     """Measure our op, then PyTorch's ways."""
     read, plain = (case.bytes(run.dtype.itemsize, weights) for weights in (None, "full"))
-    copies = [inputs(case, run) for _ in range(gpu.sets_needed(read, run.device))]
-    suffix = "" if case.weights == "full" else f", {str(run.dtype).removeprefix('torch.')} weights"
-    ways = {"torch batched": torch_batched} | ({"torch a head": torch_each} if case.form == "own" else {})
-
-    def difference(x: Inputs, way: Callable[[Inputs], tuple[Tensor, Tensor]]) -> float:
-        return float((way(x)[0] - ours(case, x)[0]).abs().max())
-
-    timing = run.compare(
-        case,
-        copies,
-        functools.partial(ours, case),
-        {name + suffix: functools.partial(way, case) for name, way in ways.items()},
-        difference,
-        TOLERANCE[run.dtype],
-        bytes=read,
-        peer_bytes=plain,
-    )
+    copies = run.copies(prepare, case, read)
+    timing = run.compare(case, copies, TOLERANCE[run.dtype], bytes=read, peer_bytes=plain)
     run.time(
         case,
         ROOTED,
-        lambda i: functools.partial(ours, case, copies[i], **copies[i].sampling),
+        lambda i: copies[i].others[ROOTED],
         len(copies),
         bytes=read + case.heads * (case.hidden**2 * run.dtype.itemsize + case.batch * case.rows * 4),
         ours_us=round(timing.median_us, 2),

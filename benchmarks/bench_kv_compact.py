@@ -10,7 +10,7 @@ position on the host (our op reads it on the device), except the one with `index
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -53,93 +53,58 @@ def cases() -> Iterator[Case]:
     yield Case(8, SCATTERED, batch=16)
 
 
-@dataclass
-class Inputs:
-    """A position in a cache."""
-
-    kv: Tensor
-    cache_lens: Tensor
-    path: Tensor
-    accept_lens: Tensor
-    source: Tensor
-    target: Tensor
-    first: int
-    steps: int
-
-
-def inputs(case: Case, run: suite.Run, sets: int) -> list[Inputs]:
+def positions(case: Case, run: suite.Run, sets: int) -> Iterator[suite.Copy]:
     """Draw as many caches as `sets` positions need, and lay the positions over them."""
     a_cache = case.rows // WINDOW - 1
     shape = (case.layers, 2, case.batch, case.kv_heads, case.rows, case.head_dim)
     caches = [torch.empty(shape, dtype=run.dtype, device=run.device).normal_() for _ in range(-(-sets // a_cache))]
-    path = torch.tensor(case.path, dtype=torch.int32, device=run.device)
-    steps = len(case.path)
-    found = []
+    path = torch.tensor(case.path, dtype=torch.int32, device=run.device).expand(case.batch, -1).contiguous()
+    accepted = torch.full((case.batch,), len(case.path) - 1, dtype=torch.int32, device=run.device)
     for i in range(sets):
         # An odd offset: a prefix's length is any number.
-        first = WINDOW * (i % a_cache) + 13
-        found.append(
-            Inputs(
-                caches[i // a_cache],
-                torch.full((case.batch,), first, dtype=torch.int32, device=run.device),
-                path.expand(case.batch, -1).contiguous(),
-                torch.full((case.batch,), steps - 1, dtype=torch.int32, device=run.device),
-                path.long() + first,
-                torch.arange(first, first + steps, device=run.device),
-                first,
-                steps,
-            )
-        )
-    return found
+        yield _position(caches[i // a_cache], WINDOW * (i % a_cache) + 13, path, accepted)
 
 
-def ours(x: Inputs) -> None:
-    """Our op."""
-    kv_compact(x.kv, x.cache_lens, x.path, x.accept_lens)
+def _position(kv: Tensor, first: int, path: Tensor, accepted: Tensor) -> suite.Copy:
+    source, after = path[0].long() + first, first + path.shape[1]
+    target = torch.arange(first, after, device=kv.device)
+    lens, window = torch.full_like(accepted, first), kv[..., first : first + WINDOW, :]
 
+    def layer_copy() -> None:
+        """Gather and copy the keys and the values of each layer."""
+        for of_layer in kv:
+            for part in of_layer:
+                part[..., first:after, :].copy_(part.index_select(2, source))
 
-def block_copy(x: Inputs) -> None:
-    """One gather over the whole block and one copy to where it belongs."""
-    x.kv[..., x.first : x.first + x.steps, :].copy_(x.kv.index_select(4, x.source))
+    ways: dict[str, suite.Way] = {
+        suite.OURS: lambda: kv_compact(kv, lens, path, accepted),
+        # One gather over the whole block, and one copy to where it belongs; or one scatter to a position on the device.
+        "torch block copy_": lambda: kv[..., first:after, :].copy_(kv.index_select(4, source)),
+        "torch block index_copy_": lambda: kv.index_copy_(4, target, kv.index_select(4, source)),
+        "torch copy_ a layer": layer_copy,
+    }
 
+    def moved(way: suite.Way) -> suite.Way:
+        """Return a call that gives the rows of the cache afterwards, and takes them back."""
 
-def block_index_copy(x: Inputs) -> None:
-    """One gather and one scatter over the whole block, with the position on the device."""
-    x.kv.index_copy_(4, x.target, x.kv.index_select(4, x.source))
+        def call() -> Tensor:
+            before = window.clone()
+            way()
+            found = window.clone()
+            window.copy_(before)
+            return found
 
+        return call
 
-def layer_copy(x: Inputs) -> None:
-    """A gather and a copy for the keys and the values of each layer."""
-    for of_layer in x.kv:
-        for part in of_layer:
-            part[..., x.first : x.first + x.steps, :].copy_(part.index_select(2, x.source))
-
-
-PEERS: dict[str, Callable[[Inputs], None]] = {
-    "torch block copy_": block_copy,
-    "torch block index_copy_": block_index_copy,
-    "torch copy_ a layer": layer_copy,
-}
-
-
-def difference(x: Inputs, way: Callable[[Inputs], None]) -> float:
-    """Return the largest difference between our result and a peer's, from the same cache rows; both are undone."""
-    window = x.kv[..., x.first : x.first + WINDOW, :]
-    before = window.clone()
-    results = []
-    for move in (ours, way):
-        move(x)
-        results.append(window.clone())
-        window.copy_(before)
-    return float((results[0].float() - results[1].float()).abs().max())
+    return suite.Copy(ways, lambda one, other: suite.largest_difference(moved(one), moved(other)))
 
 
 def measure(case: Case, run: suite.Run) -> None:
     """Measure our op, then the peers."""
     element = run.dtype.itemsize
     touched = case.bytes(element) or case.row_bytes(element)
-    positions = inputs(case, run, max(2, gpu.sets_needed(touched, run.device)))
-    run.compare(case, positions, ours, PEERS, difference, 0.0, bytes=case.bytes(element))
+    copies = list(positions(case, run, max(2, gpu.sets_needed(touched, run.device))))
+    run.compare(case, copies, 0.0, bytes=case.bytes(element))
 
 
 SMALL = Case(kv_heads=2, path=SCATTERED, layers=4, rows=256, head_dim=64)

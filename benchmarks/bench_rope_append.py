@@ -10,14 +10,14 @@ few hundred kilobytes, so the time is that of launches.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from benchmarks import gpu, suite
+from benchmarks import suite
 from benchmarks.bench_tree_attention import HEADS, tree
 from medusa_kernels import rope_append
 
@@ -52,80 +52,50 @@ def cases() -> Iterator[Case]:
         yield Case(tuple(name.split(", ")), *HEADS[name], prefix=PREFIX, **chosen)
 
 
-@dataclass
-class Inputs:
-    """One copy of a case's inputs."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    cos: Tensor
-    sin: Tensor
-    k_cache: Tensor
-    v_cache: Tensor
-    cache_lens: Tensor
-    depths: Tensor
-    at_cos: Tensor
-    at_sin: Tensor
-    rows: Tensor
-
-
-def inputs(case: Case, run: suite.Run) -> Inputs:
-    """Draw one copy; the cache holds the tree's rows after the prefix."""
+def prepare(case: Case, run: suite.Run) -> suite.Copy:
+    """Draw one copy of the inputs; the cache holds the tree's rows after the prefix."""
     make = functools.partial(torch.empty, dtype=run.dtype, device=run.device)
     depths = tree(case.nodes).depths.to(run.device)
     positions = torch.arange(case.prefix + case.nodes, device=run.device)
     frequencies = 10000.0 ** (-torch.arange(0, case.head_dim, 2, device=run.device) / case.head_dim)
     angles = torch.outer(positions.float(), frequencies).repeat(1, 2)
     cos, sin = angles.cos().to(run.dtype), angles.sin().to(run.dtype)
-    at = (case.prefix + depths).long()
-    cache = make(2, case.batch, case.kv_heads, case.prefix + case.nodes, case.head_dim).normal_()
-    return Inputs(
-        make(case.batch, case.nodes, case.heads, case.head_dim).normal_(),
-        make(case.batch, case.nodes, case.kv_heads, case.head_dim).normal_(),
-        make(case.batch, case.nodes, case.kv_heads, case.head_dim).normal_(),
-        cos,
-        sin,
-        cache[0],
-        cache[1],
-        torch.full((case.batch,), case.prefix, dtype=torch.int32, device=run.device),
-        depths,
-        cos[at][None],
-        sin[at][None],
-        torch.arange(case.prefix, case.prefix + case.nodes, device=run.device),
+    at, rows = (case.prefix + depths).long(), positions[case.prefix :]
+    caches = make(2, case.batch, case.kv_heads, case.prefix + case.nodes, case.head_dim).normal_()
+    q, k, v = (
+        make(case.batch, case.nodes, heads, case.head_dim).normal_()
+        for heads in (case.heads, case.kv_heads, case.kv_heads)
     )
+    lens = torch.full((case.batch,), case.prefix, dtype=torch.int32, device=run.device)
+    at_cos, at_sin = cos[at][None], sin[at][None]
 
+    def transformers_way() -> Tensor:
+        """Rotate as transformers does, then copy the rows into the cache as its static cache does."""
+        rotated, keys = apply_rotary_pos_emb(q.transpose(1, 2), k.transpose(1, 2), at_cos, at_sin)
+        caches[0].index_copy_(2, rows, keys)
+        caches[1].index_copy_(2, rows, v.transpose(1, 2))
+        return rotated.transpose(1, 2)
 
-def ours(x: Inputs) -> Tensor:
-    """Our op."""
-    return rope_append(x.q, x.k, x.v, x.cos, x.sin, x.k_cache, x.v_cache, x.cache_lens, x.depths)
+    def written(way: suite.Way) -> suite.Way:
+        """Return a call that gives the queries and the written rows, which are poisoned before."""
 
+        def call() -> tuple[Tensor, ...]:
+            caches[..., case.prefix :, :].fill_(torch.nan)
+            return way().clone(), caches[..., case.prefix :, :].clone()
 
-def transformers_way(x: Inputs) -> Tensor:
-    """Rotate as transformers does, then copy the rows into the cache as its static cache does."""
-    q, k = apply_rotary_pos_emb(x.q.transpose(1, 2), x.k.transpose(1, 2), x.at_cos, x.at_sin)
-    x.k_cache.index_copy_(2, x.rows, k)
-    x.v_cache.index_copy_(2, x.rows, x.v.transpose(1, 2))
-    return q.transpose(1, 2)
+        return call
 
-
-def difference(x: Inputs, way: Callable[[Inputs], Tensor]) -> float:
-    """Return the largest difference of the queries and of the written rows; the rows are poisoned in between."""
-    results = []
-    for one in (ours, way):
-        written = [cache[:, :, x.rows[0] :] for cache in (x.k_cache, x.v_cache)]
-        for rows in written:
-            rows.fill_(torch.nan)
-        results.append([one(x).clone(), *(rows.clone() for rows in written)])
-    return float(torch.stack([(a.float() - b.float()).abs().max() for a, b in zip(*results, strict=True)]).max())
+    ours = functools.partial(rope_append, q, k, v, cos, sin, *caches, lens, depths)
+    return suite.Copy(
+        {suite.OURS: ours, "transformers": transformers_way},
+        lambda one, other: suite.largest_difference(written(one), written(other)),
+    )
 
 
 def measure(case: Case, run: suite.Run) -> None:
     """Measure our op, then transformers' way."""
     moved = case.bytes(run.dtype.itemsize)
-    copies = [inputs(case, run) for _ in range(gpu.sets_needed(moved, run.device))]
-    peers = {"transformers": transformers_way}
-    run.compare(case, copies, ours, peers, difference, TOLERANCE[run.dtype], bytes=moved)
+    run.compare(case, run.copies(prepare, case, moved), TOLERANCE[run.dtype], bytes=moved)
 
 
 SMALL = Case(("small",), heads=4, kv_heads=2, head_dim=64, nodes=16, prefix=500, batch=1)

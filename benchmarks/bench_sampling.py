@@ -12,6 +12,7 @@ our two ways are one. Bytes: the logits of the nodes on one path, once.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -164,22 +165,25 @@ def chosen(
     return call
 
 
-PEERS = {"processors at each depth": each_depth, "transformers' processors": theirs}
-
-
-def difference(x: Inputs, mine: Tensor, others: Tensor) -> float:
-    """Return how many tokens differ along the path, at whose nodes there are tokens; others' tokens do not matter."""
-    reached = x.nodes.tokens >= 0
-    reached[:, 0] = True
-    return float((mine != others)[reached].sum())
+WAYS = {suite.OURS: ours, "processors at each depth": each_depth, "transformers' processors": theirs}
 
 
 def measure(case: Case, run: suite.Run) -> None:
     """Measure our choice, then the same by processors at each depth."""
     size = case.bytes(run.dtype.itemsize)
-    sets = inputs(case, run, min(4, max(2, gpu.sets_needed(size, run.device))))
-    mine, peers = chosen(case, run, ours), {name: chosen(case, run, way) for name, way in PEERS.items()}
-    run.compare(case, sets, mine, peers, lambda x, way: difference(x, mine(x), way(x)), 0.0, bytes=size)
+    ways = {name: chosen(case, run, make) for name, make in WAYS.items()}
+    copies = [
+        suite.Copy({name: functools.partial(way, x) for name, way in ways.items()}, functools.partial(difference, x))
+        for x in inputs(case, run, min(4, max(2, gpu.sets_needed(size, run.device))))
+    ]
+    run.compare(case, copies, 0.0, bytes=size)
+
+
+def difference(x: Inputs, one: suite.Way, other: suite.Way) -> float:
+    """Return how many tokens differ along the path, at whose nodes there are tokens; others' tokens do not matter."""
+    reached = x.nodes.tokens >= 0
+    reached[:, 0] = True
+    return float((one() != other())[reached].sum())
 
 
 SMALL = Case("top_p", 128_256, 16)

@@ -145,6 +145,11 @@ def ours(x: Inputs) -> Tensor:
     return tree_attention(x.q, x.k_cache, x.v_cache, x.cache_lens, x.ancestors)
 
 
+def prepare(case: Case, run: suite.Run) -> suite.Copy:
+    """Draw one copy, for our op alone."""
+    return suite.Copy({suite.OURS: functools.partial(ours, inputs(case, run))})
+
+
 def measure(case: Case, run: suite.Run) -> None:
     """Measure our op, then each peer that agrees with it."""
     element = run.dtype.itemsize

@@ -9,14 +9,14 @@ tensors written; they are so few that launches decide.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from benchmarks import gpu, suite
+from benchmarks import suite
 from medusa_decoding import Tree
 from medusa_kernels import reference, tree_select
 
@@ -55,53 +55,20 @@ def cases() -> Iterator[Case]:
     yield Case(64, batch=16)
 
 
-@dataclass
-class Inputs:
-    """One step's candidates."""
-
-    tokens: Tensor
-    logprobs: Tensor
-    depths: Tensor
-    paths: Tensor
-    nodes: int
-
-
-def inputs(case: Case, run: suite.Run, sets: int) -> list[Inputs]:
-    """Draw tokens and log-probabilities."""
+def prepare(case: Case, run: suite.Run) -> suite.Copy:
+    """Draw tokens and log-probabilities of one step's candidates."""
     tree = Tree.dynamic(case.nodes, case.depth, case.top_k)
     depths, paths = tree.depths.to(run.device), tree.paths.long().to(run.device)
-    shape = case.batch, len(depths)
-    return [
-        Inputs(
-            torch.randint(32_000, shape, device=run.device),
-            -torch.empty(shape, device=run.device).exponential_(),
-            depths,
-            paths,
-            case.nodes,
-        )
-        for _ in range(sets)
-    ]
-
-
-def ours(x: Inputs) -> tuple[Tensor, ...]:
-    """Our op."""
-    return tree_select(x.tokens, x.logprobs, x.depths, x.paths, x.nodes)
-
-
-def plain(x: Inputs) -> tuple[Tensor, ...]:
-    """PyTorch, operation by operation."""
-    return reference.tree_select(x.tokens, x.logprobs, x.depths, x.paths, x.nodes)
-
-
-def difference(x: Inputs, way: Callable[[Inputs], tuple[Tensor, ...]]) -> float:
-    """Return the largest difference between our result and PyTorch's."""
-    return max(float((a.double() - b.double()).abs().max()) for a, b in zip(ours(x), way(x), strict=True))
+    tokens = torch.randint(32_000, (case.batch, len(depths)), device=run.device)
+    logprobs = -torch.empty(tokens.shape, device=run.device).exponential_()
+    ways = {suite.OURS: tree_select, "torch operations": reference.tree_select}
+    given = tokens, logprobs, depths, paths, case.nodes
+    return suite.Copy({name: functools.partial(way, *given) for name, way in ways.items()})
 
 
 def measure(case: Case, run: suite.Run) -> None:
     """Measure our op, then PyTorch's operations."""
-    sets = inputs(case, run, max(2, gpu.sets_needed(case.bytes(), run.device)))
-    run.compare(case, sets, ours, {"torch operations": plain}, difference, 0.0, bytes=case.bytes())
+    run.compare(case, run.copies(prepare, case, case.bytes(), least=2), 0.0, bytes=case.bytes())
 
 
 SMALL = Case(nodes=16)

@@ -10,15 +10,14 @@ the dtype of the states.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, log_softmax
 
-from benchmarks import gpu, suite
+from benchmarks import suite
 from benchmarks.bench_tree_attention import tree
 from benchmarks.stored_weights import quantised, restored, row_bytes
 from medusa_kernels import tree_verify
@@ -70,19 +69,7 @@ def cases() -> Iterator[Case]:
     yield Case(128256, 16, True, 1, weights="int4 g128")
 
 
-@dataclass
-class Inputs:
-    """One copy of a case's inputs."""
-
-    hidden: Tensor
-    weight: Tensor
-    candidates: Tensor
-    parents: Tensor
-    plain: Tensor
-    stored: dict[str, Any]
-
-
-def inputs(case: Case, run: suite.Run) -> Inputs:
+def prepare(case: Case, run: suite.Run) -> suite.Copy:
     """Draw one copy: logits of unit size."""
     make = functools.partial(torch.empty, dtype=run.dtype, device=run.device)
     weight, stored = make(case.vocabulary, case.hidden).normal_(std=case.hidden**-0.5), {}
@@ -90,60 +77,38 @@ def inputs(case: Case, run: suite.Run) -> Inputs:
     if case.weights != "full":
         weight, scale, codes = quantised(weight, case.weights)
         plain, stored = restored(weight, scale, codes, run.dtype), {"weight_scale": scale, "codes": codes}
-    return Inputs(
-        make(case.batch, case.nodes, case.hidden).normal_(),
-        weight,
-        torch.randint(case.vocabulary, (case.batch, case.nodes), device=run.device),
-        tree(case.nodes).parents.to(run.device),
-        plain,
-        stored,
-    )
+    hidden = make(case.batch, case.nodes, case.hidden).normal_()
+    candidates = torch.randint(case.vocabulary, (case.batch, case.nodes), device=run.device)
+    parents = tree(case.nodes).parents.to(run.device)
 
+    def torch_verify() -> Result:
+        """Verify with all logits in memory."""
+        logits = linear(hidden, plain)
+        tokens = logits.argmax(-1)
+        if not case.stats:
+            return (tokens,)
+        logprobs = log_softmax(logits, -1, dtype=torch.float32)
+        logsumexp = logits[..., 0].float() - logprobs[..., 0]
+        entropy = -(logprobs.exp() * logprobs).sum(-1)
+        at_parent = logprobs[:, parents.long().clamp(min=0)]
+        of_child = at_parent.gather(-1, candidates[..., None])[..., 0]
+        return tokens, logsumexp, entropy, torch.where(parents < 0, 0.0, of_child)
 
-def ours(case: Case, x: Inputs) -> Result:
-    """Our op."""
-    return tree_verify(x.hidden, x.weight, x.candidates, x.parents, want_stats=case.stats, **x.stored)
+    def difference(one: suite.Way, other: suite.Way) -> float:
+        """Compare the chosen tokens' exact logits and the statistics; tokens differ where rounded logits tie."""
+        results = [(torch.einsum("bnh,bnh->bn", hidden.float(), plain[x[0]].float()), *x[1:]) for x in (one(), other())]
+        count = 4 if case.stats else 1
+        return suite.largest_difference(*(functools.partial(tuple, result[:count]) for result in results))
 
-
-def torch_verify(case: Case, x: Inputs) -> Result:
-    """PyTorch with all logits in memory."""
-    logits = linear(x.hidden, x.plain)
-    tokens = logits.argmax(-1)
-    if not case.stats:
-        return (tokens,)
-    logprobs = log_softmax(logits, -1, dtype=torch.float32)
-    logsumexp = logits[..., 0].float() - logprobs[..., 0]
-    entropy = -(logprobs.exp() * logprobs).sum(-1)
-    parents = x.parents.long()
-    at_parent = logprobs[:, parents.clamp(min=0)]
-    of_child = at_parent.gather(-1, x.candidates[..., None])[..., 0]
-    return tokens, logsumexp, entropy, torch.where(parents < 0, 0.0, of_child)
-
-
-def difference(case: Case, x: Inputs, one: Result, other: Result) -> float:
-    """Return the largest difference of the chosen tokens' exact logits and of the statistics.
-
-    The tokens themselves may differ where rounded logits tie.
-    """
-    logits = [torch.einsum("bnh,bnh->bn", x.hidden.float(), x.plain[tokens].float()) for tokens, *_ in (one, other)]
-    parts = [(logits[0] - logits[1]).abs().max()]
-    if case.stats:
-        parts += [(a - b).abs().max() for a, b in zip(one[1:], other[1:], strict=True)]
-    return float(torch.stack(parts).max())
+    ours = functools.partial(tree_verify, hidden, weight, candidates, parents, want_stats=case.stats, **stored)
+    return suite.Copy({suite.OURS: ours, "torch": torch_verify}, difference)
 
 
 def measure(case: Case, run: suite.Run) -> None:
     """Measure our op, then PyTorch."""
-    read = case.bytes(run.dtype.itemsize)
-    copies = [inputs(case, run) for _ in range(gpu.sets_needed(read, run.device))]
-
-    def error(x: Inputs, way: Callable[[Inputs], Result]) -> float:
-        return difference(case, x, ours(case, x), way(x))
-
-    peers = {"torch": functools.partial(torch_verify, case)}
-    plain = case.bytes(run.dtype.itemsize, "full")
-    tolerance, mine = TOLERANCE[run.dtype], functools.partial(ours, case)
-    run.compare(case, copies, mine, peers, error, tolerance, bytes=read, peer_bytes=plain, flop=case.flop())
+    read, plain = (case.bytes(run.dtype.itemsize, weights) for weights in (None, "full"))
+    copies = run.copies(prepare, case, read)
+    run.compare(case, copies, TOLERANCE[run.dtype], bytes=read, peer_bytes=plain, flop=case.flop())
 
 
 SMALL = Case(vocabulary=1000, nodes=5, stats=True, batch=1, hidden=256)

@@ -129,7 +129,7 @@ def _decode_linear(
     return list(dict.fromkeys([chosen, *fitting]))
 
 
-def _rope_append(device: Device, dtype: torch.dtype, head_dim: int) -> list[Any]:
+def _rope_append(dtype: torch.dtype, head_dim: int) -> list[Any]:
     return [rope_append.configuration(dtype, head_dim, num_warps) for num_warps in (2, 1, 4, 8)]
 
 

@@ -13,7 +13,7 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -37,8 +37,35 @@ class Case:
 
 
 Measure = Callable[[Any, "Run"], None]
-X = TypeVar("X")
+Way = Callable[[], Any]
 OURS = "medusa_kernels"
+
+
+def largest_difference(ours: Way, theirs: Way) -> float:
+    """Return the largest difference between the numbers of two results, which are tensors or tuples of them."""
+    pairs = zip(*((found if isinstance(found, tuple) else (found,)) for found in (ours(), theirs())), strict=True)
+    return float(torch.stack([(a.double() - b.double()).abs().max() for a, b in pairs]).max())
+
+
+def norm_of_difference(ours: Way, theirs: Way) -> float:
+    """Return the norm of the difference of two tensors over that of the first."""
+    wanted = ours().float()
+    return float((theirs().float() - wanted).norm() / wanted.norm())
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One copy of a case's inputs, held by the calls on it.
+
+    Attributes:
+        ways: calls by name, ours among them.
+        difference: returns how far the second way's result is from the first one's.
+        others: calls that are not compared.
+    """
+
+    ways: Mapping[str, Way]
+    difference: Callable[[Way, Way], float] = largest_difference
+    others: Mapping[str, Way] = field(default_factory=dict)
 
 
 def served(op: str, device: torch.device) -> dict[str, str]:
@@ -116,13 +143,14 @@ class Run:
         say = f"{timing.median_us:10.1f} us  {rate / 1e9:7.0f} GB/s  {rate / self.copy:6.1%}"
         print(f"  {implementation:34} {say}{'' if timing.captured else '  (' + timing.note + ')'}", flush=True)
 
+    def copies(self, prepare: Callable[[Any, Run], Copy], case: Case, size: int, least: int = 1) -> list[Copy]:
+        """Prepare as many copies of a case, of which each reads `size` bytes, as `gpu.sets_needed` says."""
+        return [prepare(case, self) for _ in range(max(least, gpu.sets_needed(size, self.device)))]
+
     def compare(
         self,
         case: Case,
-        copies: Sequence[X],
-        ours: Callable[[X], object],
-        peers: Mapping[str, Callable[[X], object]],
-        difference: Callable[[X, Callable[[X], Any]], float],
+        copies: Sequence[Copy],
         tolerance: float,
         *,
         bytes: int,
@@ -133,10 +161,7 @@ class Run:
 
         Args:
             case: the case.
-            copies: its inputs, as often as `gpu.sets_needed` says.
-            ours: our way.
-            peers: the others, by name.
-            difference: returns how far a way's result on one copy is from ours.
+            copies: what there is to run.
             tolerance: the largest difference of a peer that is timed.
             bytes: that our way must move.
             peer_bytes: those of the peers, if others.
@@ -146,20 +171,21 @@ class Run:
             The timing of our way.
         """
 
-        def call_on(way: Callable[[X], object]) -> Callable[[int], gpu.Call]:
-            return lambda i: functools.partial(way, copies[i])
+        def timed(name: str, **figures: Any) -> gpu.Timing:
+            return self.time(case, name, lambda i: copies[i].ways[name], len(copies), **figures)
 
-        more_of_ours = more | served(self.op, self.device)
-        timing = self.time(case, OURS, call_on(ours), len(copies), bytes=bytes, **more_of_ours)
+        timing = timed(OURS, bytes=bytes, **(more | served(self.op, self.device)))
         more |= {"bytes": bytes if peer_bytes is None else peer_bytes, "ours_us": round(timing.median_us, 2)}
 
-        def measure_peer(name: str, way: Callable[[X], object]) -> None:
-            error = difference(copies[0], way)
+        def measure_peer(name: str) -> None:
+            first = copies[0]
+            error = first.difference(first.ways[OURS], first.ways[name])
             if self.agrees(case, name, error, tolerance):
-                self.time(case, name, call_on(way), len(copies), error=error, **more)
+                timed(name, error=error, **more)
 
-        for name, way in peers.items():
-            self.attempt(case, name, functools.partial(measure_peer, name, way))
+        for name in copies[0].ways:
+            if name != OURS:
+                self.attempt(case, name, functools.partial(measure_peer, name))
         return timing
 
     def skip(self, case: Case, implementation: str, reason: str) -> None:

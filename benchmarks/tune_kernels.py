@@ -43,21 +43,6 @@ Arguments = tuple[tuple[str, Any], ...]
 """Name and value of each argument of `configuration`."""
 
 
-@dataclass(frozen=True)
-class Problem:
-    """What is tuned of one op.
-
-    Attributes:
-        bench: the op's benchmark, which knows shapes, inputs and bytes.
-        call: runs the op on one copy of a case's inputs.
-        cases: the shapes, most telling first.
-    """
-
-    bench: ModuleType
-    call: Callable[[Any, Any], Any]
-    cases: Sequence[Any]
-
-
 def _attention_cases() -> list[Any]:
     names = ("Llama-3-8B, Qwen3-8B", "Llama-2-7B")
     return [
@@ -68,43 +53,34 @@ def _attention_cases() -> list[Any]:
     ]
 
 
-PROBLEMS = {
-    "decode_linear": Problem(bench_decode_linear, bench_decode_linear.with_norm, bench_decode_linear.cases()),
-    "tree_attention": Problem(bench_tree_attention, lambda case, x: bench_tree_attention.ours(x), _attention_cases()),
-    "heads_topk": Problem(
+# Of each op its benchmark, which knows inputs and bytes, and the cases, most telling first.
+PROBLEMS: dict[str, tuple[ModuleType, Sequence[Any]]] = {
+    "decode_linear": (bench_decode_linear, bench_decode_linear.cases()),
+    "tree_attention": (bench_tree_attention, _attention_cases()),
+    "heads_topk": (
         bench_heads_topk,
-        bench_heads_topk.ours,
         [
-            bench_heads_topk.Case("own", 32000, 32000, "full", batch=1),
-            bench_heads_topk.Case("shared", 128256, 128256, "full", batch=1),
-            bench_heads_topk.Case("own", 32000, 32000, "int8", batch=1),
-            bench_heads_topk.Case("own", 32000, 32000, "fp8", batch=1),
-            bench_heads_topk.Case("gather", 32768, 128256, "full", batch=1),
+            bench_heads_topk.Case(*form, batch=1)
+            for form in (
+                ("own", 32000, 32000, "full"), ("shared", 128256, 128256, "full"), ("own", 32000, 32000, "int8"),
+                ("own", 32000, 32000, "fp8"), ("gather", 32768, 128256, "full"),
+            )
         ],
     ),
-    "tree_verify": Problem(
+    "tree_verify": (
         bench_tree_verify,
-        bench_tree_verify.ours,
         [
-            *(
-                bench_tree_verify.Case(size, nodes, stats=False, batch=1)
-                for size in (128256, 32000)
-                for nodes in (64, 1)
-            ),
-            bench_tree_verify.Case(128256, 64, stats=True, batch=1),
+            bench_tree_verify.Case(size, nodes, stats, batch=1)
+            for size, nodes, stats in (
+                (128256, 64, False), (128256, 1, False), (32000, 64, False), (32000, 1, False), (128256, 64, True)
+            )
         ],
     ),
-    "rope_append": Problem(
+    "rope_append": (
         bench_rope_append,
-        lambda case, x: bench_rope_append.ours(x),
         [bench_rope_append.Case(("Llama-2-7B",), 32, 32, 128, nodes, bench_rope_append.PREFIX, 1) for nodes in (64, 1)],
     ),
-}
-
-
-def kernel_module(op: str) -> ModuleType:
-    """Return the module of an op's Triton kernel."""
-    return importlib.import_module(f"medusa_kernels._triton.{op}")
+}  # fmt: skip
 
 
 def bound(function: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Arguments:
@@ -167,22 +143,22 @@ class Search:
 
     Attributes:
         op: the op.
-        problem: what is tuned of it.
+        bench: its benchmark.
         module: its kernel's module, whose `configuration` is replaced.
         run: device, dtype, budget and copy bandwidth.
     """
 
     op: str
-    problem: Problem
+    bench: ModuleType
     module: ModuleType
     run: suite.Run
 
     def time_case(self, case: Any) -> list[dict[str, Any]]:
         """Time every candidate of a case, best first for each of the configuration's arguments."""
         read = case.bytes(self.run.dtype.itemsize)
-        copies = [self.problem.bench.inputs(case, self.run) for _ in range(gpu.sets_needed(read, self.run.device))]
+        calls = [copy.ways[suite.OURS] for copy in self.run.copies(self.bench.prepare, case, read)]
         with overridden(self.module, {}) as asked:
-            expected = self._result(case, copies[0])
+            expected = [tensor.clone() for tensor in _tensors(calls[0]())]
         tables = []
         for args in asked:
             chosen = self.module.configuration(**dict(args))
@@ -191,7 +167,7 @@ class Search:
                 if self.run.left() <= 0:
                     break
                 row: dict[str, Any] = {"config": dataclasses.asdict(config), "chosen": config == chosen}
-                rows.append(row | self._time(case, copies, args, config, expected, read))
+                rows.append(row | self._time(calls, args, config, expected, read))
             rows.sort(key=lambda row: row.get("median_us", float("inf")))
             tables.append(
                 {"case": case.shapes(), "arguments": {k: str(v) for k, v in args}, "bytes": read, "rows": rows}
@@ -199,23 +175,15 @@ class Search:
             self._show(tables[-1])
         return tables
 
-    def _result(self, case: Any, x: Any) -> list[Tensor]:
-        return [tensor.clone() for tensor in _tensors(self.problem.call(case, x))]
-
     def _time(
-        self, case: Any, copies: list[Any], args: Arguments, config: Any, expected: list[Tensor], read: int
+        self, calls: Sequence[suite.Way], args: Arguments, config: Any, expected: list[Tensor], read: int
     ) -> dict[str, Any]:
         try:
             with overridden(self.module, {args: config}):
-                apart = difference(self._result(case, copies[0]), expected)
+                apart = difference(calls[0](), expected)
                 if not apart <= 1:
                     return {"error": f"wrong: {apart:.1f} times the tolerated difference"}
-                timing = gpu.cold_replay(
-                    lambda i: lambda: self.problem.call(case, copies[i]),
-                    len(copies),
-                    self.run.device,
-                    seconds=self.run.seconds / 2,
-                )
+                timing = gpu.cold_replay(calls.__getitem__, len(calls), self.run.device, seconds=self.run.seconds / 2)
         except Exception as error:
             reason = f"{type(error).__name__}: {gpu.first_line(error)}"
             self.run.check_device(f"{config}: {reason}")
@@ -235,20 +203,21 @@ class Search:
 def tune(op: str, budget: float) -> None:
     """Time all candidates of an op within the budget and write the table."""
     run = suite.Run(op, torch.device("cuda"), budget)
-    search = Search(op, PROBLEMS[op], kernel_module(op), run)
+    bench, cases = PROBLEMS[op]
+    search = Search(op, bench, importlib.import_module(f"medusa_kernels._triton.{op}"), run)
     tables: list[dict[str, Any]] = []
     reached = 0
     path = harness.RESULTS / f"tune-{op}-{harness.machine_slug()}.json"
     with torch.inference_mode():
         try:
-            for case in search.problem.cases:
+            for case in cases:
                 if run.left() <= 0:
                     break
                 tables += search.time_case(case)
                 reached += 1
                 gpu.release(run.device)
         finally:
-            missed = [case.shapes() for case in search.problem.cases[reached:]]
+            missed = [case.shapes() for case in cases[reached:]]
             copy = {"copy_gb_per_s": round(run.copy / 1e9, 1)}
             record = {"op": op, "tables": tables, "not_reached": missed, **copy, **harness.provenance()}
             write_json(path, record)
