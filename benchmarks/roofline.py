@@ -25,12 +25,11 @@ from typing import Any
 from benchmarks import harness
 from benchmarks.bench_step import MODELS
 from benchmarks.inspection import aligned
-from benchmarks.plot import read
+from benchmarks.plot import latest, read
 from benchmarks.simulator.__main__ import find_device
 from benchmarks.simulator.devices import Attained, Device
 from benchmarks.simulator.operators import Operator, step_operators, total_seconds
 from benchmarks.simulator.shapes import SHAPES, HeadShape, shape_of
-from medusa_decoding.files import MAX_JSON, parse_json, read_text
 
 Record = dict[str, Any]
 PLAIN = "plain graph"
@@ -59,32 +58,23 @@ def fit_attained(grid: Mapping[str, Sequence[Any]], error: Callable[[Attained], 
     return min(guesses, key=error)
 
 
-def read_steps(path: str | Path) -> list[Record]:
+def read_steps(path: Path) -> list[Record]:
     """Return the captured steps of a file of records; the last one of each case.
 
     Raises:
-        ValueError: another file, or no record of a captured step of a known model.
+        ValueError: no JSON lines, or no record of a captured step of a known model.
     """
-    found: dict[tuple[Any, ...], Record] = {}
-    for number, line in enumerate(read_text(path, MAX_JSON).splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            record = parse_json(line, "the line")
-            known = (
-                record["benchmark"] == "step"
-                and record.get("way") in WAYS
-                and record.get("heads") in HEADS
-                and record["model"].lower() in SHAPES
-                and record["median_us"] > 0
-            )
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ValueError(f"{path}, line {number}: expected a benchmark's record in JSON, got {error!r}") from error
-        if known:
-            found[tuple(record.get(name) for name in ("model", "way", "nodes", "heads", "prefix", "batch"))] = record
-    if not found:
+    steps = [
+        record
+        for record in latest(read(path))
+        if record["benchmark"] == "step"
+        and record["way"] in WAYS
+        and record.get("heads") in HEADS
+        and record["model"].lower() in SHAPES
+    ]
+    if not steps:
         raise ValueError(f"{path}: expected records of captured steps (bench_step), got none")
-    return list(found.values())
+    return steps
 
 
 def operators_of(record: Record) -> list[Operator]:

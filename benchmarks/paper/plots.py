@@ -8,7 +8,6 @@ from typing import Any
 
 from benchmarks import plot
 from benchmarks.paper import values as paper
-from benchmarks.simulator.plot import COLOURS
 
 Row = dict[str, Any]
 SERIES = ("qkv mlp init", "qkv mlp ar", "up/gate/down init", "up/gate/down ar", "qk/pv init", "qk/pv ar")
@@ -19,6 +18,9 @@ def pyplot() -> Any:
     plt = plot.pyplot()
     plt.rcParams["font.size"] = 8
     return plt
+
+
+COLOURS = (*plot.COLOURS, "#999999")
 
 
 def draw_rooflines(rows: Sequence[Row], path: Path) -> None:

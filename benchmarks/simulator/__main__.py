@@ -104,7 +104,7 @@ def find_device(name: str) -> Device:
     if name in MEASURED:
         from benchmarks.simulator.probe_device import probe_device  # imports torch
 
-        return probe_device(name)
+        return probe_device("cpu" if name == "cpu" else "cuda")
     if not Path(name).is_file():
         raise ValueError(f"--device: expected one of {', '.join((*DEVICES, *MEASURED))} or a JSON file, got {name}")
     return read_device(name)

@@ -6,22 +6,25 @@ fitted to measurements; its defaults are the ideal. `probe_device` measures a de
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import dataclass
 
 from medusa_decoding.files import read_json, write_json
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def _check(name: str, value: Any, within: Any, words: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not within(value):
-        raise ValueError(f"{name}: expected {words}, got {value!r}")
+Share = Annotated[float, Field(gt=0, le=1)]
+Peak = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Time = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+STRICT = ConfigDict(extra="forbid")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Attained:
     """The shares of a device's peaks that operators of one kind reach.
 
@@ -35,20 +38,13 @@ class Attained:
         ValueError: a value outside of these.
     """
 
-    bandwidth: float = 1.0
-    compute: float = 1.0
-    fixed_us: float = 0.0
-    tile: int = 1
-
-    def __post_init__(self) -> None:
-        for name in ("bandwidth", "compute"):
-            _check(name, getattr(self, name), lambda share: 0 < share <= 1, "a share above 0 and at most 1")
-        _check("fixed_us", self.fixed_us, lambda time: 0 <= time < math.inf, "a number from 0")
-        if isinstance(self.tile, bool) or not isinstance(self.tile, int) or self.tile < 1:
-            raise ValueError(f"tile: expected a whole number of at least 1, got {self.tile!r}")
+    bandwidth: Share = 1.0
+    compute: Share = 1.0
+    fixed_us: Time = 0.0
+    tile: Annotated[int, Field(ge=1, strict=True)] = 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=STRICT)
 class Device:
     """A device's peaks.
 
@@ -70,21 +66,14 @@ class Device:
     """
 
     name: str
-    flops: float
-    bandwidth: float
-    dtype: str = "bfloat16"
+    flops: Peak
+    bandwidth: Peak
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     linear: Attained = field(default_factory=Attained)
     attention: Attained = field(default_factory=Attained)
     source: str = ""
-    l2_bandwidth: float | None = None
-    launch_us: float = 0.0
-
-    def __post_init__(self) -> None:
-        for name in ("flops", "bandwidth", *(["l2_bandwidth"] if self.l2_bandwidth is not None else [])):
-            _check(name, getattr(self, name), lambda peak: 0 < peak < math.inf, "a number above 0")
-        _check("launch_us", self.launch_us, lambda time: 0 <= time < math.inf, "a number from 0")
-        if self.dtype not in ELEMENT_BYTES:
-            raise ValueError(f"dtype: expected one of {', '.join(ELEMENT_BYTES)}, got {self.dtype!r}")
+    l2_bandwidth: Peak | None = None
+    launch_us: Time = 0.0
 
     @property
     def element_bytes(self) -> int:
@@ -157,35 +146,13 @@ def read_device(path: str | Path) -> Device:
     Raises:
         ValueError: not such a file; it names the file and the attribute.
     """
-    read = read_json(path)
     try:
-        values = dict(_attributes("device", read, Device, ("name", "flops", "bandwidth")))
-        for name in ("name", "dtype", "source"):
-            if not isinstance(values.get(name, ""), str):
-                raise ValueError(f"{name}: expected text, got {values[name]!r}")
-        for kind in ("linear", "attention"):
-            try:
-                values[kind] = Attained(**_attributes(kind, values.get(kind, {}), Attained, ()))
-            except ValueError as error:
-                raise ValueError(f"{kind}: {error}") from error
-        return Device(**values)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        return TypeAdapter(Device).validate_python(read_json(path))
+    except ValidationError as error:
+        wrong = (f"{'.'.join(map(str, one['loc']))}: {one['msg']}, got {one['input']!r:.80}" for one in error.errors())
+        raise ValueError(f"{path}: {'; '.join(wrong)}") from error
 
 
 def write_device(device: Device, path: str | Path) -> None:
     """Write a device for `read_device`; the file appears whole or not at all."""
     write_json(path, asdict(device))
-
-
-def _attributes(what: str, values: Any, cls: type, required: tuple[str, ...]) -> dict[str, Any]:
-    if not isinstance(values, dict):
-        raise ValueError(f"{what}: expected an object, got {type(values).__name__}")
-    known = cls.__dataclass_fields__  # type: ignore[attr-defined]
-    for name in values:
-        if name not in known:
-            raise ValueError(f"{what}: expected only {', '.join(known)}, got {name}")
-    for name in required:
-        if name not in values:
-            raise ValueError(f"{name}: the value is missing")
-    return values

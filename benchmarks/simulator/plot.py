@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.plot import COLOURS
 from benchmarks.simulator.simulate import Point
-
-# Colours that stay apart in print and for the colour-blind (Okabe and Ito, 2008).
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
 
 
 def draw_sweep(points: Sequence[Point], title: str, path: Path) -> None:

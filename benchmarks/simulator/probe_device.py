@@ -8,30 +8,23 @@ peaks that PyTorch reaches on this machine; a step's own kernels may reach less.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 
-from benchmarks.simulator.devices import ELEMENT_BYTES, Device
+from benchmarks.simulator.devices import Device
 
 
-def probe_device(kind: str = "cpu", dtype: str | None = None) -> Device:
-    """Measure the machine.
-
-    Args:
-        kind: cpu or cuda.
-        dtype: of the operands; default: float32 on a CPU, bfloat16 on a GPU.
+def probe_device(kind: Literal["cpu", "cuda"]) -> Device:
+    """Measure the machine, in float32 on a CPU and in bfloat16 on a GPU.
 
     Raises:
-        ValueError: another kind or dtype, or CUDA if torch sees no device.
+        ValueError: CUDA if torch sees no device.
     """
-    if kind not in ("cpu", "cuda"):
-        raise ValueError(f"device: expected cpu or cuda, got {kind}")
-    dtype = dtype or ("float32" if kind == "cpu" else "bfloat16")
-    if dtype not in ELEMENT_BYTES:
-        raise ValueError(f"dtype: expected one of {', '.join(ELEMENT_BYTES)}, got {dtype}")
     if kind == "cuda" and not torch.cuda.is_available():
         raise ValueError("device: expected cpu, because torch sees no CUDA device, got cuda")
     gpu = kind == "cuda"
+    dtype: Literal["float32", "bfloat16"] = "bfloat16" if gpu else "float32"
     element = getattr(torch, dtype)
     side = 8192 if gpu else 1024
     left = torch.ones(side, side, dtype=element, device=kind)
