@@ -66,7 +66,7 @@ class Specialisation:
     """One compiled form of a kernel.
 
     Attributes:
-        name: op, kernel and what distinguishes this form: "tree_attention attend bf16 D128 M64".
+        name: op, kernel and what distinguishes this form: "tree_attention attend bf16 128 64 64".
         kernel: the `triton.jit` function.
         signature: Triton type of every argument that is not a constant: "*bf16", "i32", "fp32".
         constants: value of every `tl.constexpr` argument.

@@ -160,7 +160,7 @@ def test_a_variable_that_a_loop_does_not_carry_is_reported(tmp_path: Path, monke
 def test_rope_append_rounds_every_product(kind: str, arch: str) -> None:
     """No multiply-add except x * y - 0 and x * 1 + y: any other would round once where PyTorch rounds twice."""
     specs = {spec.name: spec for spec in forms("rope_append", TARGETS[arch])}
-    spec = specs[f"rope_append {kind} D64"]
+    spec = specs[f"rope_append {kind} 64"]
     assert fused(inspection.disassembled(inspection.compiled(spec, arch))) == []
 
 
