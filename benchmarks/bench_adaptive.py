@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 
 from benchmarks import harness
-from benchmarks.bench_generate import NEW, prompts
+from benchmarks.ablations.setup import NEW, prompts
 from medusa_decoding.checkpoints import pretrained
 from medusa_decoding.decode.adaptive.policy import Adaptive
 from medusa_decoding.decode.runtime.steps import Backend

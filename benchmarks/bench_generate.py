@@ -11,118 +11,76 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from benchmarks import harness
-from medusa_decoding.checkpoints import pretrained
+from benchmarks.ablations import measuring
+from benchmarks.ablations.measuring import Way, Written
+from benchmarks.ablations.setup import NEW, Asked, bench_of, prompts
 from medusa_decoding.decode.runtime.steps import Backend
 from medusa_decoding.demo import CHECKPOINT
-from medusa_decoding.model import MedusaModel, MedusaOutput
+from medusa_decoding.model import MedusaModel
 from medusa_decoding.trees.tree import Tree
-from recipes.demo.requests import draw, encoded
 
-NEW = 256
-"""Most new tokens of an answer."""
 SIZES = (3, 4, 8, 16, 24)
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-Way = Callable[[torch.Tensor], list[int]]
 
 
-class Ways:
-    """Every way of decoding the demo model, by name; models are loaded once a dtype and backend."""
-
-    def __init__(self, backends: tuple[Backend, ...]) -> None:
-        accuracies = json.loads((CHECKPOINT / "measured.json").read_text())["calibration"]
-        trees = {size: Tree.optimal(accuracies, size) for size in SIZES}
-        self.steps: dict[str, tuple[int, int]] = {}
-        self.groups: dict[str, dict[str, Way]] = {"transformers": {}, "plain": {}, "medusa": {}}
-        for dtype in DTYPES:
-            for backend in backends:
-                model = MedusaModel.from_pretrained(CHECKPOINT / "heads", dtype=DTYPES[dtype], backend=backend)
-                if backend == "eager":
-                    # A model of its own, not the swapped one.
-                    base = pretrained.load_model(CHECKPOINT / "base", dtype=DTYPES[dtype])
-                    for cache in ("dynamic", "static"):
-                        name = f"transformers {dtype} {cache} cache"
-                        self.groups["transformers"][name] = self._transformers(base, cache)
-                self.groups["plain"][f"plain {dtype} {backend}"] = self._ours(model, Tree([]), "")
-                for size, tree in trees.items():
-                    name = f"medusa {dtype} {backend} {size} nodes"
-                    self.groups["medusa"][name] = self._ours(model, tree, name)
-
-    def _transformers(self, base: Any, cache: str) -> Way:
-        settings: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": False}
-        if cache == "static":
-            settings["cache_implementation"] = "static"
-
-        def way(ids: torch.Tensor) -> list[int]:
-            out = base.generate(ids, attention_mask=torch.ones_like(ids), **settings)
-            return out[0, ids.shape[1] :].tolist()
-
-        return way
-
-    def _ours(self, model: MedusaModel, tree: Tree, name: str) -> Way:
-        def way(ids: torch.Tensor) -> list[int]:
-            output = model.generate(ids, max_new_tokens=NEW, tree=tree)
-            assert isinstance(output, MedusaOutput)
-            committed, steps = self.steps.get(name, (0, 0))
-            self.steps[name] = (committed + output.new_tokens[0] - 1, steps + output.steps)
-            return output.sequences[0, ids.shape[1] :].tolist()
-
-        return way
+def make_ways(backends: Sequence[Backend]) -> dict[str, dict[str, Way]]:
+    """Return every way of decoding the demo model by group and name; models are loaded once per dtype and backend."""
+    accuracies = json.loads((CHECKPOINT / "measured.json").read_text())["calibration"]
+    groups: dict[str, dict[str, Way]] = {"transformers": {}, "plain": {}, "medusa": {}}
+    for dtype in DTYPES:
+        for backend in backends:
+            model = MedusaModel.from_pretrained(CHECKPOINT / "heads", dtype=DTYPES[dtype], backend=backend)
+            bench = bench_of(model, [], [], NEW)
+            if backend == "eager":
+                for cache, settings in (("dynamic", {}), ("static", {"cache_implementation": "static"})):
+                    groups["transformers"][f"transformers {dtype} {cache} cache"] = measuring.transformers(
+                        bench, **settings
+                    )
+            groups["plain"][f"plain {dtype} {backend}"] = measuring.ours(bench, Tree([]))
+            for size in SIZES:
+                tree = Tree.optimal(accuracies, size)
+                groups["medusa"][f"medusa {dtype} {backend} {size} nodes"] = measuring.ours(bench, tree)
+    return groups
 
 
-def prompts(held_out: bool, count: int, seed: int) -> list[torch.Tensor]:
-    """Draw requests of one side as the model's prompts, int64 [1, T] each; the kinds of request take turns."""
-    return encoded(pretrained.load_tokenizer(CHECKPOINT / "base"), draw(count, seed, held_out=held_out))
-
-
-def measure(count: int, tuning: int, backends: tuple[Backend, ...]) -> dict[str, Any]:
+def measure(count: int, tuning: int, backends: Sequence[Backend]) -> dict[str, Any]:
     """Choose the best setting of each way, then compare the three on `count` held-out prompts."""
-    ways = Ways(backends)
-    texts: dict[str, list[list[int]]] = {}
-
-    def counted(name: str, way: Way) -> Callable[[torch.Tensor], int]:
-        def run(ids: torch.Tensor) -> int:
-            text = way(ids)
-            texts.setdefault(name, []).append(text)
-            return len(text)
-
-        return run
-
-    everything = {name: way for group in ways.groups.values() for name, way in group.items()}
-    trial = prompts(held_out=False, count=tuning, seed=3)
+    groups = make_ways(backends)
+    everything = {name: way for group in groups.values() for name, way in group.items()}
+    trial, asked = (
+        [Asked(i, ids) for i, ids in enumerate(prompts(held_out=held_out, count=some, seed=seed))]
+        for held_out, some, seed in ((False, tuning, 3), (True, count, 11))
+    )
     for way in everything.values():
         way(trial[0])  # compiles and warms up
-    tried = harness.interleaved({name: counted(name, way) for name, way in everything.items()}, trial, rounds=2)
-    rates = {name: harness.rate(samples) for name, samples in tried.items()}
-    best = {group: max(names, key=lambda name: rates[name]) for group, names in ways.groups.items()}
+    tried = measuring.answer(everything, trial, rounds=2)
+    rates = {name: harness.rate(timed(written)) for name, written in tried.items()}
     # One dtype throughout as well, where all texts must be the same.
-    in_fp32 = {
-        group: max((n for n in names if "float32" in n), key=lambda name: rates[name])
-        for group, names in ways.groups.items()
-    }
-    chosen = {name: everything[name] for name in (*best.values(), *in_fp32.values())}
-    texts.clear()
-    ways.steps.clear()
-    samples = harness.interleaved(
-        {name: counted(name, way) for name, way in chosen.items()}, prompts(held_out=True, count=count, seed=11)
+    best, in_fp32 = (
+        {group: max((n for n in names if text in n), key=rates.__getitem__) for group, names in groups.items()}
+        for text in ("", "float32")
     )
-    written = sum(map(len, texts[in_fp32["plain"]]))
-    figures: dict[str, Any] = {"prompts": count, "max_new_tokens": NEW, "new_tokens": written, "batch": 1}
+    found = measuring.answer({name: everything[name] for name in (*best.values(), *in_fp32.values())}, asked)
+    samples = {name: timed(written) for name, written in found.items()}
+    texts = {name: [one.text for one in written] for name, written in found.items()}
+    new_tokens = sum(map(len, texts[in_fp32["plain"]]))
+    figures: dict[str, Any] = {"prompts": count, "max_new_tokens": NEW, "new_tokens": new_tokens, "batch": 1}
     for label, names in (("best", best), ("float32", in_fp32)):
-        medusa = names["medusa"]
-        committed, steps = ways.steps[medusa]
+        theirs, plain, medusa = (names[group] for group in groups)
         figures[label] = {
             "settings": names,
             "tokens_per_second": {group: harness.rate(samples[name]) for group, name in names.items()},
-            "medusa_over_plain": harness.ratio(samples[medusa], samples[names["plain"]]),
-            "medusa_over_transformers": harness.ratio(samples[medusa], samples[names["transformers"]]),
-            "plain_over_transformers": harness.ratio(samples[names["plain"]], samples[names["transformers"]]),
-            "tokens_per_step": committed / steps,
+            "medusa_over_plain": harness.ratio(samples[medusa], samples[plain]),
+            "medusa_over_transformers": harness.ratio(samples[medusa], samples[theirs]),
+            "plain_over_transformers": harness.ratio(samples[plain], samples[theirs]),
+            # The prefill gives a text's first token and is not a step.
+            "tokens_per_step": sum(len(one.text) - 1 for one in found[medusa]) / sum(o.steps for o in found[medusa]),
             "same_text_as_transformers_float32": {
                 group: sum(a == b for a, b in zip(texts[name], texts[in_fp32["transformers"]], strict=True))
                 for group, name in names.items()
@@ -130,6 +88,11 @@ def measure(count: int, tuning: int, backends: tuple[Backend, ...]) -> dict[str,
         }
     figures["tuning"] = {name: round(value, 1) for name, value in rates.items()}
     return figures
+
+
+def timed(written: Sequence[Written]) -> list[tuple[int, float]]:
+    """Return tokens and seconds of each text."""
+    return [(len(one.text), one.seconds) for one in written]
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from benchmarks import harness
 from benchmarks.ablations import measuring, setup
-from benchmarks.bench_generate import NEW
+from benchmarks.ablations.setup import NEW
 from medusa_decoding.checkpoints import pretrained
 from medusa_decoding.decode.lookup import Text, look_up
 from medusa_decoding.demo import CHECKPOINT

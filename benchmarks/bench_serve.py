@@ -35,7 +35,7 @@ import numpy as np
 import torch
 
 from benchmarks import enlarged, harness
-from benchmarks.bench_generate import NEW, prompts
+from benchmarks.ablations.setup import NEW, prompts
 from benchmarks.bench_models import MODELS
 from benchmarks.bench_step import MODELS as CONFIGS
 from benchmarks.serve_load import SERVERS, Answer, Server, load, started

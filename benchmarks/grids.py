@@ -16,7 +16,6 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -228,20 +227,6 @@ def tile(launch: Launch) -> str:
     )
 
 
-def facts(grids: Iterable[Grid]) -> list[dict[str, Any]]:
-    """Return the table for JSON."""
-    return [
-        {
-            "gpu": grid.gpu, "model": grid.model, "nodes": grid.nodes, "stage": grid.launch.stage,
-            "kernel": grid.launch.name, "tile": tile(grid.launch), "times": grid.times, "warps": grid.row.warps,
-            "stages": grid.row.stages, "grid": grid.launch.grid, "fitting": grid.row.fitting,
-            "registers": grid.row.counts.registers, "shared": grid.row.counts.shared,
-            "idle": grid.idle if grid.row.fitting else None, "in_flight": grid.in_flight,
-        }
-        for grid in grids
-    ]  # fmt: skip
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -250,7 +235,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--nodes", nargs="+", type=int, default=(1, 16, 64), metavar="N", help="default: 1 16 64")
     parser.add_argument("--prefix", type=int, default=1024, metavar="ROWS", help="cached rows (default: 1024)")
     parser.add_argument("--heads", default=HEADS, metavar="KIND", help=f"heads of bench_step (default: {HEADS})")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows and breaches to a file")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes (default: cores)")
     args = parser.parse_args(arguments)
     if interpreted():
@@ -260,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     breaches = [f"{row}: {breach}" for row in rows for breach in row.breaches()]
-    return inspection.report(table(rows), facts(rows), breaches, args.json)
+    return inspection.report(table(rows), breaches)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ read from the built library.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import multiprocessing
 import os
@@ -17,9 +16,9 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -345,7 +344,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--arch", action="append", choices=ARCHS, help="target, may be repeated (default: all)")
     words = "only kernels whose name contains one of these"
     parser.add_argument("--only", nargs="+", default=[""], metavar="SUBSTRING", help=words)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the rows and breaches to a file")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="processes (default: cores)")
     options = parser.parse_args(arguments)
     if interpreted():
@@ -355,17 +353,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not rows and not lines:
         print(f"no kernel's name contains {' or '.join(map(repr, options.only))}", file=sys.stderr)
         return 2
-    return report(table(rows), [asdict(row) for row in rows], lines, options.json)
+    return report(table(rows), lines)
 
 
-def report(shown: str, rows: Sequence[Mapping[str, Any]], breaches: Sequence[str], file: Path | None) -> int:
-    """Print a table and its breaches, write them to a file if there is one, and return the exit status."""
+def report(shown: str, breaches: Sequence[str]) -> int:
+    """Print a table and its breaches, and return the exit status."""
     print(shown)
-    if file:
-        import triton
-
-        written = {"triton": triton.__version__, "rows": rows, "breaches": breaches}
-        file.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
     for line in breaches:
         print(f"breach: {line}")
     return 1 if breaches else 0

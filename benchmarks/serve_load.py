@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bench_generate import NEW
+from benchmarks.ablations.setup import NEW
 from medusa_decoding.demo import CHECKPOINT
 
 START_SECONDS = 120.0

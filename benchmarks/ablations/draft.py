@@ -26,7 +26,7 @@ from transformers import LlamaForCausalLM
 
 from benchmarks import harness
 from benchmarks.ablations import writing
-from benchmarks.bench_generate import NEW, prompts
+from benchmarks.ablations.setup import NEW, prompts
 from medusa_decoding.checkpoints import pretrained
 from medusa_decoding.cli import _arguments
 from medusa_decoding.demo import CHECKPOINT

@@ -2,10 +2,10 @@
 
 epsilon runs from 0.01 to 0.25, delta is its square root, the temperature 0.7 (section 3.3.2), the tree optimised.
 Greedy decoding and sampling with the same tree are lossless: their texts are those of the plain loop, with the same
-seed where tokens are drawn, up to rounding (see `same_draws`). The paper has GPT-4 mark the texts; no judge is at hand
-here. Instead there are the perplexity that the base model itself gives the new tokens (at temperature 1, after the
-prompt) and the share of 4-grams that occur once. Neither is quality: text that repeats itself has a low perplexity,
-noise has distinct 4-grams. They say how far a way of decoding moves from what the model finds likely.
+seed where tokens are drawn, up to rounding; how many are the same is counted. The paper has GPT-4 mark the texts; no
+judge is at hand here. Instead there are the perplexity that the base model itself gives the new tokens (at temperature
+1, after the prompt) and the share of 4-grams that occur once. Neither is quality: text that repeats itself has a low
+perplexity, noise has distinct 4-grams. They say how far a way of decoding moves from what the model finds likely.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from recipes.demo.card import distinct_four_grams
 
 PAPER = tuple(round(0.01 * step, 2) for step in range(1, 26))
 TEMPERATURE = 0.7
-ROUNDING = 1e-5
 GREEDY, DRAWN, DRAWN_PLAIN = "greedy", "sampling", "sampling, plain"
 
 
@@ -78,7 +77,8 @@ def measure(bench: setup.Bench, epsilons: Sequence[float], nodes: int, temperatu
             posterior_alpha=math.sqrt(epsilon),
         )  # fmt: skip
     found = measuring.compare(bench, ways, {GREEDY: measuring.PLAIN}, before_block=bench.model.free)
-    found[DRAWN].same = same_draws(bench, found[DRAWN], found[DRAWN_PLAIN], temperature)
+    pairs = zip(found[DRAWN].written, found[DRAWN_PLAIN].written, strict=True)
+    found[DRAWN].same = sum(a.text == b.text for a, b in pairs)
     figures = {name: one.figures() | quality(bench, [w.text for w in one.written]) for name, one in found.items()}
     return {
         "nodes": nodes,
@@ -86,42 +86,6 @@ def measure(bench: setup.Bench, epsilons: Sequence[float], nodes: int, temperatu
         "ways": {name: figures[name] for name in (measuring.PLAIN, DRAWN_PLAIN, GREEDY, DRAWN)},
         "typical": [{"epsilon": epsilon} | figures[f"typical {epsilon:g}"] for epsilon in epsilons],
     }
-
-
-def same_draws(bench: setup.Bench, drawn: measuring.Found, plain: measuring.Found, temperature: float) -> int:
-    """Return how many texts drawn with a tree are those drawn plainly, with the same numbers.
-
-    A token is where a number falls among the sums of probabilities, which differ by rounding where a step has other
-    rows: a number within `ROUNDING` of the end of a token's share may be given to its neighbour.
-
-    Raises:
-        OtherTextError: in float32, another token where no such end is near.
-    """
-    same = 0
-    for asked, a, b in zip(bench.asked, drawn.written, plain.written, strict=True):
-        if a.text == b.text:
-            same += 1
-        elif bench.exact:
-            place = next((i for i, (x, y) in enumerate(zip(a.text, b.text, strict=False)) if x != y), None)
-            if place is None or gap(bench, asked.ids, b.text[:place], (a.text[place], b.text[place]), temperature) > (
-                ROUNDING
-            ):
-                raise measuring.OtherTextError(
-                    f"{DRAWN}: expected the text of {DRAWN_PLAIN} on prompt {asked.number}, got another from new token "
-                    f"{place} on"
-                )
-    return same
-
-
-@torch.no_grad()
-def gap(
-    bench: setup.Bench, ids: torch.Tensor, text: Sequence[int], tokens: tuple[int, int], temperature: float
-) -> float:
-    """Return how far two tokens' shares of the numbers from 0 to 1 lie apart after a text; 0 if they touch."""
-    base = bench.model.backbone.causal_lm
-    whole = torch.cat([ids, torch.tensor([list(text)], dtype=torch.int64)], dim=1).to(base.device)
-    ends = (base(whole, use_cache=False).logits[0, -1].double() / temperature).softmax(-1).cumsum(-1)
-    return max(0.0, float(ends[max(tokens) - 1] - ends[min(tokens)]))
 
 
 @torch.no_grad()

@@ -82,7 +82,7 @@ def load_draft(name: str, bench: setup.Bench) -> Any:
 
 def assisted(bench: setup.Bench, draft: Any, gamma: int) -> measuring.Way:
     """Return transformers' assisted generation that drafts `gamma` tokens per round."""
-    plain = measuring.transformers(bench, draft)
+    plain = measuring.transformers(bench, assistant_model=draft)
 
     def way(asked: setup.Asked) -> measuring.Written:
         draft.generation_config.num_assistant_tokens = gamma

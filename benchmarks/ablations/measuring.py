@@ -106,8 +106,8 @@ def ours(bench: Bench, tree: Tree | Literal["auto"], model: MedusaModel | None =
     return way
 
 
-def transformers(bench: Bench, assistant: Any = None) -> Way:
-    """Return transformers' greedy `generate` with the model's own attention modules, plain or with an assistant model.
+def transformers(bench: Bench, **settings: Any) -> Way:
+    """Return transformers' greedy `generate` with the model's own attention modules and these settings.
 
     Its steps are calls of the model, and its tokens all of the text: with an assistant, the prefill verifies drafts.
     """
@@ -132,7 +132,7 @@ def transformers(bench: Bench, assistant: Any = None) -> Way:
                     max_new_tokens=bench.new_tokens,
                     do_sample=False,
                     return_dict_in_generate=False,
-                    **({} if assistant is None else {"assistant_model": assistant}),
+                    **settings,
                     **generation,
                 )
                 text = out[0, prompt.shape[1] :].tolist()
@@ -142,6 +142,15 @@ def transformers(bench: Bench, assistant: Any = None) -> Way:
         return Written(text, seconds, len(text), calls)
 
     return way
+
+
+def answer(ways: Mapping[str, Way], asked: Sequence[Asked], rounds: int = 1) -> dict[str, list[Written]]:
+    """Write every prompt by every way in turn, some times over; return the texts of each way."""
+    shuffler, found = random.Random(0), {name: [] for name in ways}  # type: ignore[var-annotated]
+    for one in [*asked] * rounds:
+        for name, written in harness.in_turn(ways, one, shuffler).items():
+            found[name].append(written)
+    return found
 
 
 def compare(

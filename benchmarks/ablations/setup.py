@@ -16,18 +16,23 @@ from typing import Any
 import torch
 
 from benchmarks import harness
+from medusa_decoding.checkpoints import pretrained
 from medusa_decoding.checks import token_list
 from medusa_decoding.cli import _arguments
 from medusa_decoding.decode.runtime.steps import BACKENDS, resolve_backend
+from medusa_decoding.demo import CHECKPOINT
 from medusa_decoding.evaluation import read_prompts
 from medusa_decoding.evaluation.own_text import accuracy_of_texts
 from medusa_decoding.evaluation.prompts import Conversations
 from medusa_decoding.model import MedusaModel, MedusaOutput
 from medusa_decoding.trees import tree
 from medusa_decoding.trees.tree import Tree
+from recipes.demo.requests import draw, encoded
 
 DEMO = "the embedded demo checkpoint"
 DEMO_PROMPTS = "held-out requests of the demo model"
+NEW = 256
+"""Most new tokens of an answer of the demo model."""
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,11 @@ def bench_of(
     return Bench(model, None, asked, other, new_tokens, {"eos_token_id": eos})
 
 
+def prompts(held_out: bool, count: int, seed: int) -> list[torch.Tensor]:
+    """Draw requests of one side as the demo model's prompts, int64 [1, T] each; the kinds of request take turns."""
+    return encoded(pretrained.load_tokenizer(CHECKPOINT / "base"), draw(count, seed, held_out=held_out))
+
+
 def heads_of(model: MedusaModel) -> Any:
     """Return a model's heads.
 
@@ -123,7 +133,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, limit: int, files: bool = 
     if not files:
         words = "prompts on which heads are counted and trees chosen; of files, so many are set aside (default: 16)"
         parser.add_argument("--tuning", type=positive, default=16, metavar="N", help=words)
-    parser.add_argument("--max-new-tokens", type=positive, default=256, metavar="N", help="default: %(default)s")
+    parser.add_argument("--max-new-tokens", type=positive, default=NEW, metavar="N", help="default: %(default)s")
     _arguments.add_template(parser)
     parser.add_argument("--seed", type=_arguments.at_least_zero, default=0, help="default: 0")
     words = "of records and pictures (default: benchmarks/results/ablations)"
@@ -210,8 +220,6 @@ def set_aside(found: Sequence[Any], count: int) -> tuple[list[Any], list[Any]]:
 def _with_prompts(args: argparse.Namespace, model: MedusaModel, tokenizer: Any) -> Bench:
     conversations, left_out = Conversations(model, tokenizer, args.template), 0
     if args.prompts is None:
-        from benchmarks.bench_generate import prompts
-
         rows = prompts(held_out=True, count=args.limit, seed=11)
         tuning = prompts(held_out=False, count=args.tuning, seed=3)
     else:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from benchmarks import harness
-from benchmarks.bench_generate import NEW
+from benchmarks.ablations.setup import NEW
 from benchmarks.simulator.devices import DEVICES
 from benchmarks.simulator.operators import Operator, total_seconds
 from benchmarks.simulator.shapes import SHAPES

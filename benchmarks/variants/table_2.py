@@ -16,7 +16,7 @@ import torch.nn.functional as F
 
 from benchmarks import harness
 from benchmarks.ablations import measuring, setup
-from benchmarks.bench_generate import NEW
+from benchmarks.ablations.setup import NEW
 from benchmarks.variants.variant import BASE, Figures, Say, Variant, as_json, chosen, train_all
 from medusa_decoding.checkpoints import pretrained, read_heads
 from medusa_decoding.evaluation import interval

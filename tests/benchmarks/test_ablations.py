@@ -135,15 +135,6 @@ def test_figure_5(bench: setup.Bench, tmp_path: Path) -> None:
     assert "same_text" not in record["typical"][0]
 
 
-def test_a_sampled_text_may_differ_only_at_a_boundary_of_two_probabilities(bench: setup.Bench) -> None:
-    asked = bench.asked[0]
-    logits = bench.model.backbone.causal_lm(torch.cat([asked.ids, torch.tensor([[4, 2]])], 1)).logits[0, -1]
-    shares = (logits / 0.5).softmax(-1).tolist()
-    assert figure_5.gap(bench, asked.ids, [4, 2], (3, 8), 0.5) == pytest.approx(sum(shares[4:8]), abs=1e-6)
-    assert figure_5.gap(bench, asked.ids, [4, 2], (8, 3), 0.5) == pytest.approx(sum(shares[4:8]), abs=1e-6)
-    assert figure_5.gap(bench, asked.ids, [4, 2], (3, 4), 0.5) == 0.0
-
-
 @pytest.mark.slow
 def test_figure_7(bench: setup.Bench, tmp_path: Path) -> None:
     small = tiny(seed=5, num_hidden_layers=1)
