@@ -9,9 +9,7 @@ and accept its drafts, at the cost of their own size. All ways of a model, dtype
 requests in turn within this process; texts must be equal in float32. Prefill is timed by itself, as an answer of one
 token; what is left of an answer's time is decoding.
 
-`--draft` is a small model for assisted generation, as `python -m benchmarks.ablations draft` makes one. `--prefix` puts
-that many tokens of earlier requests and answers before each request; the demo model has learnt 384 tokens, so with more
-it writes nonsense that its heads do not foresee.
+`--draft` is a small model for assisted generation, as `python -m benchmarks.ablations draft` makes one.
 """
 
 from __future__ import annotations
@@ -34,11 +32,10 @@ from benchmarks.simulator.shapes import ModelShape, shape_of
 from medusa_decoding.checkpoints import find_base_model, pretrained, read_heads
 from medusa_decoding.checkpoints.accuracies import read_accuracies
 from medusa_decoding.demo import CHECKPOINT
-from medusa_decoding.demo.requests import Request
 from medusa_decoding.evaluation.prompts import read_prompts
 from medusa_decoding.model import MedusaModel, MedusaOutput
 from medusa_decoding.trees.tree import Tree
-from recipes.demo.requests import answer, draw, encoded
+from recipes.demo.requests import draw, encoded
 
 NEW = 256
 """Most new tokens of an answer."""
@@ -138,15 +135,14 @@ def compiled() -> dict[str, Any]:
     return {"compile_config": config}
 
 
-def encode(folder: Path, prompts: Path | None, count: int, prefix: int) -> list[list[int]]:
+def encode(folder: Path, prompts: Path | None, count: int) -> list[list[int]]:
     """Return the tokens of held-out requests of the demo model, or of a file's first turns."""
     tokenizer = pretrained.load_tokenizer(find_base_model(folder))
     if prompts is None:
-        before = history(tokenizer, draw(4 * prefix // 100 + 1, 17), prefix) if prefix else []
-        return [before + ids[0].tolist() for ids in encoded(tokenizer, draw(count, 11, held_out=True))]
+        return [ids[0].tolist() for ids in encoded(tokenizer, draw(count, 11, held_out=True))]
     found = read_prompts([prompts], turns=1)
-    if len(found) < count or prefix:
-        raise ValueError(f"{prompts}: expected {count} prompts and no --prefix, got {len(found)} and {prefix}")
+    if len(found) < count:
+        raise ValueError(f"{prompts}: expected {count} prompts, got {len(found)}")
     asked = ([{"role": "user", "content": one.turns[0]}] for one in found[:: len(found) // count][:count])
     return [tokenizer.apply_chat_template(one, add_generation_prompt=True, return_dict=False) for one in asked]
 
@@ -160,16 +156,6 @@ def batches(rows: Sequence[list[int]], size: int) -> Iterator[Batch]:
         ids = torch.tensor([zeros + row for zeros, row in zip(pad, some, strict=True)])
         mask = torch.tensor([zeros + [1] * len(row) for zeros, row in zip(pad, some, strict=True)])
         yield Batch(ids, mask)
-
-
-def history(tokenizer: Any, requests: Iterator[Request], length: int) -> list[int]:
-    """Return the last `length` tokens of a conversation of requests and answers."""
-    turns = [
-        {"role": role, "content": text}
-        for request in requests
-        for role, text in (("user", request.text), ("assistant", answer(request)))
-    ]
-    return tokenizer.apply_chat_template(turns, tokenize=True, return_dict=False)[-length:]
 
 
 def measure(
@@ -254,7 +240,6 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bfloat16"])
     parser.add_argument("--batches", nargs="+", type=int, default=[1], help="rows at a time (default: 1)")
-    parser.add_argument("--prefix", type=int, default=0, help="tokens before each request (default: 0)")
     parser.add_argument("--prompts", type=int, default=12, help="batches of held-out requests (default: 12)")
     parser.add_argument("--nodes", nargs="+", type=int, default=SIZES, help="sizes of trees (default: %(default)s)")
     parser.add_argument("--draft", type=Path, help="folder of a draft model for assisted generation")
@@ -267,10 +252,10 @@ def main() -> None:
         shape = shape_of(CONFIGS[model](), model)
         for dtype in args.dtypes:
             for size in args.batches:
-                rows = encode(args.heads, args.prompts_from, args.prompts * size, args.prefix)
+                rows = encode(args.heads, args.prompts_from, args.prompts * size)
                 made = Model.make(shape, dtype, args.heads)
                 found = measure(made, list(batches(rows, size)), args.draft, args.nodes, args.max_new_tokens)
-                figures = {"model": model, "dtype": dtype, "prefix": args.prefix, **found}
+                figures = {"model": model, "dtype": dtype, "prefix": 0, **found}
                 print(json.dumps(figures, indent=1), flush=True)
                 print(harness.write_record(name, figures))
                 del made

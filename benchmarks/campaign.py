@@ -186,9 +186,6 @@ TIMED = {
 _OWN = ("version 0.2", "parents, rank 32", "root and parents", "root, parents, kl")
 # One training seed and half of the prompts, for time's sake.
 COUNTED = {
-    "replay": Stage(
-        ("bench_lookup --replay {other_chats} --tokenizer-text {chats} --answers 100",), ("chats", "other_chats")
-    ),
     "heads": _kinds("--out {runs}/heads", *_OWN),
     "heads-sampled": _kinds("--out {runs}/heads-sampled --temperature 0.8", *_OWN),
     "chat-heads": _kinds("--out {runs}/chat-heads", *_OWN, chat=True),

@@ -12,7 +12,7 @@ SHAPE = ModelShape("small", 320, 800, 5, 6, 2, 64, 1100)
 @pytest.mark.parametrize(("dtype", "rows"), [("float32", 1), ("int8", 2)])
 def test_all_ways_write_the_demo_models_answers(dtype, rows, monkeypatch):
     monkeypatch.setattr(bench_models, "compiled", dict)  # compiling takes a minute
-    inputs = list(bench_models.batches(bench_models.encode(bench_models.DEMO, None, 2 * rows, 0), rows))
+    inputs = list(bench_models.batches(bench_models.encode(bench_models.DEMO, None, 2 * rows), rows))
     found = bench_models.measure(bench_models.Model.make(SHAPE, dtype), inputs, sizes=(4, 16))
     names = {"transformers", "transformers, static cache, compiled", "plain", "Medusa, 4 nodes", "Medusa, 16 nodes"}
     assert found["tokens_per_second"].keys() == names | ({"transformers, prompt lookup"} if rows == 1 else set())
