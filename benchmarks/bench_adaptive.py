@@ -16,20 +16,21 @@ import json
 import subprocess
 import sys
 import time
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 
 from benchmarks import harness
-from benchmarks.ablations.setup import NEW, prompts
+from benchmarks.ablations import measuring
+from benchmarks.ablations.measuring import Way, Written
+from benchmarks.ablations.setup import NEW, Asked, bench_of, prompts
 from medusa_decoding.checkpoints import pretrained
 from medusa_decoding.decode.adaptive.policy import Adaptive
 from medusa_decoding.decode.runtime.steps import Backend
 from medusa_decoding.demo import CHECKPOINT
 from medusa_decoding.heads import MedusaHeads
-from medusa_decoding.model import MedusaModel, MedusaOutput
+from medusa_decoding.model import MedusaModel
 from medusa_decoding.trees.tree import Tree
 
 TreeChoice = Tree | Literal["auto"]
@@ -48,57 +49,54 @@ def random_heads(base: Any, seed: int) -> MedusaHeads:
     return heads.eval()
 
 
-class Ways:
-    """Ways of decoding with one model: tokens written, and what each way wrote and took, by name."""
+def compare(
+    model: MedusaModel,
+    choices: Mapping[str, TreeChoice],
+    asked: Sequence[Asked],
+    warm_up: Sequence[Asked],
+    clock: Callable[[], float],
+) -> dict[str, Any]:
+    """Run every choice of a tree on every prompt, and return what "auto" gained over each of the others."""
+    bench = bench_of(model, [], [], NEW)
 
-    def __init__(self, model: MedusaModel, choices: Mapping[str, TreeChoice]) -> None:
-        self.model = model
-        self.texts: dict[str, list[list[int]]] = {name: [] for name in choices}
-        self.steps: Counter[str] = Counter()
-        self.ways = {name: self._way(name, choice) for name, choice in choices.items()}
+    def learning(name: str, choice: TreeChoice) -> Way:
+        way, kept = measuring.ours(bench, choice, clock=clock), {}  # type: ignore[var-annotated]
 
-    def _way(self, name: str, choice: TreeChoice) -> Callable[[torch.Tensor], int]:
-        kept: dict[bool, Any] = {}
-
-        def way(ids: torch.Tensor) -> int:
+        def run(one: Asked) -> Written:
             # "auto" and "auto, first" use the same model, but must not learn from each other.
-            self.model._adaptive = {} if name.endswith("first") else kept
-            output = self.model.generate(ids, max_new_tokens=NEW, tree=choice)
-            assert isinstance(output, MedusaOutput)
-            self.texts[name].append(output.sequences[0, ids.shape[1] :].tolist())
-            self.steps[name] += output.steps
-            return output.new_tokens[0]
+            model._adaptive = {} if name.endswith("first") else kept
+            return way(one)
 
-        return way
+        return run
 
-    def compare(
-        self, inputs: list[torch.Tensor], warm_up: list[torch.Tensor], clock: Callable[[], float]
-    ) -> dict[str, Any]:
-        """Run every way on every input, and return what "auto" gained over each of the others."""
-        for name, way in self.ways.items():
-            for ids in warm_up if name == "auto" else warm_up[:1]:
-                way(ids)
-        self.steps.clear()
-        for texts in self.texts.values():
-            texts.clear()
-        samples = harness.interleaved(self.ways, inputs, clock=clock)
+    ways = {name: learning(name, choice) for name, choice in choices.items()}
+    for name, way in ways.items():
+        for one in warm_up if name == "auto" else warm_up[:1]:
+            way(one)
+    found = measuring.answer(ways, asked)
+    samples = {name: measuring.timed(written) for name, written in found.items()}
+    return {
+        "tokens_per_second": {name: harness.rate(of) for name, of in samples.items()},
         # The prefill gives a text's first token and is not a step.
-        tokens = {name: sum(len(text) - 1 for text in texts) for name, texts in self.texts.items()}
-        return {
-            "tokens_per_second": {name: harness.rate(found) for name, found in samples.items()},
-            "tokens_per_step": {name: tokens[name] / self.steps[name] for name in samples},
-            "over_plain": {name: harness.ratio(samples[name], samples["plain"]) for name in samples if name != "plain"},
-            "auto_over": {name: harness.ratio(samples["auto"], samples[name]) for name in samples if name != "auto"},
-            "same_text_as_plain": {
-                name: sum(a == b for a, b in zip(texts, self.texts["plain"], strict=True))
-                for name, texts in self.texts.items()
-            },
-        }
+        "tokens_per_step": {
+            name: sum(len(one.text) - 1 for one in written) / sum(one.steps for one in written)
+            for name, written in found.items()
+        },
+        "over_plain": {name: harness.ratio(samples[name], samples["plain"]) for name in samples if name != "plain"},
+        "auto_over": {name: harness.ratio(samples["auto"], samples[name]) for name in samples if name != "auto"},
+        "same_text_as_plain": {
+            name: sum(a.text == b.text for a, b in zip(written, found["plain"], strict=True))
+            for name, written in found.items()
+        },
+    }
 
 
 def measure(count: int, backend: Backend, seed: int, busy: int = 0) -> dict[str, Any]:
     """Compare with random heads, then with the model's own."""
-    warm_up, inputs = prompts(held_out=False, count=WARM_UP, seed=3), prompts(held_out=True, count=count, seed=11)
+    warm_up, asked = (
+        [Asked(i, ids) for i, ids in enumerate(prompts(held_out=held_out, count=some, seed=drawn))]
+        for held_out, some, drawn in ((False, WARM_UP, 3), (True, count, 11))
+    )
     base = pretrained.load_model(CHECKPOINT / "base", dtype=torch.float32).eval()
     plain: dict[str, TreeChoice] = {
         "plain": Tree([]),
@@ -113,13 +111,13 @@ def measure(count: int, backend: Backend, seed: int, busy: int = 0) -> dict[str,
         "prompts": count, "warm_up": WARM_UP, "max_new_tokens": NEW, "batch": 1, "dtype": "float32", "backend": backend,
     }  # fmt: skip
     with MedusaModel(base, random_heads(base, seed), backend=backend) as model:
-        figures["random_heads"] = Ways(model, plain).compare(inputs, warm_up, clock)
+        figures["random_heads"] = compare(model, plain, asked, warm_up, clock)
     # As users load it: with the accuracies and the tree that are stored next to the heads.
     with MedusaModel.from_pretrained(CHECKPOINT / "heads", dtype=torch.float32, backend=backend) as model:
         of_auto = model._policy("auto")
         assert isinstance(of_auto, Adaptive)
         fixed = {f"{tree.num_nodes} nodes": tree for tree in of_auto.trees[1:]}
-        figures["own_heads"] = Ways(model, plain | fixed).compare(inputs, warm_up, clock)
+        figures["own_heads"] = compare(model, plain | fixed, asked, warm_up, clock)
     return figures
 
 

@@ -24,10 +24,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from transformers import DynamicCache, StaticCache
 
 from benchmarks import harness
-from benchmarks.bench_step import Call, build, prepare_step, random_heads, step_bytes, tree_of
+from benchmarks.bench_step import Call, build, prepare_step, random_heads, step_bytes, transformers_step, tree_of
 from benchmarks.gpu import first_line
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.trees.tree import Tree
@@ -86,33 +85,6 @@ def turn(run: Call, reset: Call) -> Turn:
     return timed
 
 
-def random_ids(base: Any, count: int) -> torch.Tensor:
-    """Draw token ids int64 [1, count], the same for the same model."""
-    return torch.randint(0, base.config.vocab_size, (1, count), generator=torch.Generator().manual_seed(0))
-
-
-def transformers_step(base: Any, prefix: int, compiled: bool) -> tuple[Call, Call]:
-    """Return transformers' forward of one token, the next one read as `generate` does, and what shortens its cache."""
-    cache: Any = StaticCache(base.config, max_cache_len=prefix + 64) if compiled else DynamicCache(config=base.config)
-    # The cache goes by position, since transformers 5.24 has renamed the argument.
-    token = base(random_ids(base, prefix), None, None, cache, logits_to_keep=1).logits.argmax(-1)
-    forward = torch.compile(base.forward, fullgraph=True, dynamic=False) if compiled else base
-
-    def run() -> None:
-        nonlocal token
-        token = forward(token, None, None, cache).logits.argmax(-1)
-        token.tolist()
-
-    def reset() -> None:
-        if compiled:
-            for layer in cache.layers:
-                layer.cumulative_length.fill_(prefix)
-        elif cache.get_seq_length() > prefix:
-            cache.crop(prefix - cache.get_seq_length())
-
-    return run, reset
-
-
 class Steps:
     """The steps of one model in one dtype, by way and number of nodes.
 
@@ -131,7 +103,7 @@ class Steps:
         heads = random_heads(base, "shared")
         for way in ways:
             if way.startswith("transformers"):
-                make = functools.partial(transformers_step, own, prefix, way == "transformers-compiled")
+                make = functools.partial(transformers_step, own, prefix, compiled=way == "transformers-compiled")
                 self._add(way, 1, step_bytes(own, None, prefix, 1, 1), make)
             else:
                 # Swaps the attention modules: transformers' steps have a model of their own.

@@ -18,7 +18,7 @@ import torch
 
 from benchmarks import harness
 from benchmarks.ablations import measuring
-from benchmarks.ablations.measuring import Way, Written
+from benchmarks.ablations.measuring import Way
 from benchmarks.ablations.setup import NEW, Asked, bench_of, prompts
 from medusa_decoding.decode.runtime.steps import Backend
 from medusa_decoding.demo import CHECKPOINT
@@ -60,14 +60,14 @@ def measure(count: int, tuning: int, backends: Sequence[Backend]) -> dict[str, A
     for way in everything.values():
         way(trial[0])  # compiles and warms up
     tried = measuring.answer(everything, trial, rounds=2)
-    rates = {name: harness.rate(timed(written)) for name, written in tried.items()}
+    rates = {name: harness.rate(measuring.timed(written)) for name, written in tried.items()}
     # One dtype throughout as well, where all texts must be the same.
     best, in_fp32 = (
         {group: max((n for n in names if text in n), key=rates.__getitem__) for group, names in groups.items()}
         for text in ("", "float32")
     )
     found = measuring.answer({name: everything[name] for name in (*best.values(), *in_fp32.values())}, asked)
-    samples = {name: timed(written) for name, written in found.items()}
+    samples = {name: measuring.timed(written) for name, written in found.items()}
     texts = {name: [one.text for one in written] for name, written in found.items()}
     new_tokens = sum(map(len, texts[in_fp32["plain"]]))
     figures: dict[str, Any] = {"prompts": count, "max_new_tokens": NEW, "new_tokens": new_tokens, "batch": 1}
@@ -88,11 +88,6 @@ def measure(count: int, tuning: int, backends: Sequence[Backend]) -> dict[str, A
         }
     figures["tuning"] = {name: round(value, 1) for name, value in rates.items()}
     return figures
-
-
-def timed(written: Sequence[Written]) -> list[tuple[int, float]]:
-    """Return tokens and seconds of each text."""
-    return [(len(one.text), one.seconds) for one in written]
 
 
 def main() -> None:

@@ -47,7 +47,7 @@ def generation(count: int) -> dict[str, Any]:
             bench = setup.bench_of(model, encoded(tokenizer, requests), [], NEW)
             ways = {name: measuring.ours(bench, tree) for name, tree in trees.items()}
             found = measuring.compare(bench, ways, dict.fromkeys(trees.keys() - {"plain"}, "plain"))
-            timed = {name: [(len(one.text), one.seconds) for one in of.written] for name, of in found.items()}
+            timed = {name: measuring.timed(of.written) for name, of in found.items()}
             figures[kind] = {
                 name: {
                     "tokens_per_step": sum(one.committed for one in of.written) / sum(one.steps for one in of.written),

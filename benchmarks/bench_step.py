@@ -32,6 +32,7 @@ from transformers import (
     Olmo2Config,
     PretrainedConfig,
     Qwen3Config,
+    StaticCache,
 )
 
 from benchmarks import gpu, harness
@@ -239,26 +240,39 @@ def timed_steps(run: Call, reset: Call, device: torch.device, seconds: float) ->
     return sorted(times)
 
 
-def transformers_step(base: Any, prefix: int, batch: int, device: torch.device, seconds: float) -> list[float]:
-    """Time transformers' own forward of one token with its dynamic cache, the next token read as `generate` does."""
-    ids = torch.randint(0, base.config.vocab_size, (batch, prefix), device=device)
-    cache = DynamicCache(config=base.config)
+def transformers_step(base: Any, prefix: int, batch: int = 1, compiled: bool = False) -> tuple[Call, Call]:
+    """Return transformers' forward of one token, the next one read as `generate` does, and what shortens its cache."""
+    ids = torch.randint(0, base.config.vocab_size, (batch, prefix), generator=torch.Generator().manual_seed(0))
+    cache: Any = StaticCache(base.config, max_cache_len=prefix + 64) if compiled else DynamicCache(config=base.config)
     # The cache goes by position, since transformers 5.24 has renamed the argument.
-    token = base(ids, None, None, cache, use_cache=True, logits_to_keep=1).logits[:, -1:].argmax(-1)
+    token = base(ids.to(base.device), None, None, cache, logits_to_keep=1).logits.argmax(-1)
+    forward = torch.compile(base.forward, fullgraph=True, dynamic=False) if compiled else base
 
-    def step() -> float:
+    def run() -> None:
         nonlocal token
-        start = time.perf_counter()
-        token = base(token, None, None, cache, use_cache=True).logits[:, -1:].argmax(-1)
+        token = forward(token, None, None, cache).logits.argmax(-1)
         token.tolist()  # generate reads what decides whether to stop
-        return (time.perf_counter() - start) * 1e6
 
-    for _ in range(10 if device.type == "cuda" else 1):
-        step()
+    def reset() -> None:
+        if compiled:
+            for layer in cache.layers:
+                layer.cumulative_length.fill_(prefix)
+        elif cache.get_seq_length() > prefix:
+            cache.crop(prefix - cache.get_seq_length())
+
+    return run, reset
+
+
+def host_times(run: Call, seconds: float, warm_up: int) -> list[float]:
+    """Return microseconds of steps that end on the host, sorted."""
     times: list[float] = []
     end = time.perf_counter() + seconds
+    for _ in range(warm_up):
+        run()
     while time.perf_counter() < end or len(times) < 20:
-        times.append(step())
+        start = time.perf_counter()
+        run()
+        times.append((time.perf_counter() - start) * 1e6)
     return sorted(times)
 
 
@@ -296,7 +310,8 @@ class Runner:
         """Measure all ways at one point; the others are held against the plain captured step, which comes first."""
         plain_bytes = step_bytes(base, None, point.prefix, 1, point.batch)
         with torch.no_grad():
-            times = transformers_step(base, point.prefix, point.batch, self.device, self.seconds)
+            theirs, _ = transformers_step(base, point.prefix, point.batch)
+            times = host_times(theirs, self.seconds, 10 if self.device.type == "cuda" else 1)
         plain: float | None = None
         for way in point.ways:
             steps = self.steps(base, None, Tree([]), way, point)

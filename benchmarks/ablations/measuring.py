@@ -84,7 +84,13 @@ class Found:
         } | ({} if self.same is None else {"same_text": self.same, "texts": len(pairs)})
 
 
-def ours(bench: Bench, tree: Tree | Literal["auto"], model: MedusaModel | None = None, **generation: Any) -> Way:
+def ours(
+    bench: Bench,
+    tree: Tree | Literal["auto"],
+    model: MedusaModel | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+    **generation: Any,
+) -> Way:
     """Return this package's loop with a tree (a `Tree` or "auto"), on the bench's model by default.
 
     Where tokens are drawn, each prompt has a seed of its own, the same with every tree.
@@ -93,13 +99,13 @@ def ours(bench: Bench, tree: Tree | Literal["auto"], model: MedusaModel | None =
 
     def way(asked: Asked) -> Written:
         drawn = {"seed": bench.seed + asked.number} if generation.get("do_sample") else {}
-        start = time.perf_counter()
+        start = clock()
         output = decoder.generate(
             asked.ids, max_new_tokens=bench.new_tokens, tree=tree, **bench.ends, **generation, **drawn
         )
         assert isinstance(output, MedusaOutput)
         text = output.sequences[0, asked.ids.shape[1] :].tolist()
-        seconds = time.perf_counter() - start
+        seconds = clock() - start
         accepted = output.accept_lengths[0]
         return Written(text, seconds, sum(accepted) + len(accepted), len(accepted))
 
@@ -142,6 +148,11 @@ def transformers(bench: Bench, **settings: Any) -> Way:
         return Written(text, seconds, len(text), calls)
 
     return way
+
+
+def timed(written: Sequence[Written]) -> list[tuple[int, float]]:
+    """Return tokens and seconds of each text."""
+    return [(len(one.text), one.seconds) for one in written]
 
 
 def answer(ways: Mapping[str, Way], asked: Sequence[Asked], rounds: int = 1) -> dict[str, list[Written]]:
