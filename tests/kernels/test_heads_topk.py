@@ -197,7 +197,7 @@ def test_4_bit_projections_match_fp64(
 ) -> None:
     """With all inputs; the scales of rows that are left out are NaN."""
     case = make(batch, 2, 256, 90, shared=shared, dtype=dtype, device=device)
-    given_w2 = stored.make(kind, (90, 256) if shared else (2, 90, 256), group).on(device, torch.float16, 16)
+    given_w2 = stored.make(kind, (90, 256) if shared else (2, 90, 256), group).on(device, torch.float16, 4)
     w2, scale, zero, codes = given_w2
     inputs, ids = make_inputs(case, 3, 90), None
     case["w2"] = given_w2.dequantised()
