@@ -214,8 +214,7 @@ def name_of(kernel: Any) -> str:
     return f"{kernel.fn.__module__}.{kernel.fn.__name__}"
 
 
-@pytest.fixture
-def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
+def launches(monkeypatch: pytest.MonkeyPatch, *, pdl: bool = False) -> list[tuple[str, dict[str, Any]]]:
     """Every launch of every op, by the kernel's module and name, recorded instead of run."""
     found: list[tuple[str, dict[str, Any]]] = []
     modules = {op: importlib.import_module(f"medusa_kernels._triton.{op}") for op in inspection.OPS}
@@ -224,13 +223,14 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]
     monkeypatch.setattr(_registry, "_chosen", chosen)
     for module in (launch, *modules.values()):
         monkeypatch.setattr(module, "describe", lambda device: H200, raising=False)
+    monkeypatch.setattr(launch, "programmatic", lambda device: pdl)
     monkeypatch.setattr(tree_attention, "_splits", lambda *_: 2)  # so that there is something to merge
     monkeypatch.setattr(JITFunction, "run", lambda self, *_, **options: found.append((name_of(self), options)))
     selftest.run("cpu")
     return found
 
 
-def test_every_launch_sets_enable_fp_fusion(launches: list[tuple[str, dict[str, Any]]]) -> None:
+def test_every_launch_sets_enable_fp_fusion(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's default is on up to 3.9 and off from 3.10; the kernels' errors and times were measured with it on.
 
     It is off where transformers rounds a product before it is added: rotations, and the norm of what is added. So it is
@@ -242,8 +242,9 @@ def test_every_launch_sets_enable_fp_fusion(launches: list[tuple[str, dict[str, 
         for kernel in vars(importlib.import_module(f"medusa_kernels._triton.{op}")).values()
         if isinstance(kernel, JITFunction) and name_of(kernel).endswith("_kernel")
     }
-    assert {name for name, _ in launches} == kernels
+    found = launches(monkeypatch)
+    assert {name for name, _ in found} == kernels
     never = ("._rope_append_kernel", ".tree_attention_kernels.merge_kernel")
     off = {(name, False) for name in kernels if name.endswith((*never, "._add_rms_norm_kernel"))}
     on = {(name, True) for name in kernels if not name.endswith(never)}
-    assert {(name, options["enable_fp_fusion"]) for name, options in launches} == off | on
+    assert {(name, options["enable_fp_fusion"]) for name, options in found} == off | on

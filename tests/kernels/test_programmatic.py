@@ -2,54 +2,26 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-from typing import Any
 
 import pytest
-import torch
-from triton.runtime.jit import JITFunction
+from test_configurations import launches
 
 from benchmarks import inspection
 from benchmarks.inspection import TARGETS
 from benchmarks.kernel_forms import forms
-from medusa_kernels import _registry, selftest
-from medusa_kernels._registry import Implementation, interpreted
-from medusa_kernels._triton import launch
+from medusa_kernels._registry import interpreted
 
 pytestmark = pytest.mark.skipif(interpreted(), reason="the interpreter has no programmatic launches")
-OPS = ("heads_topk", "tree_verify", "tree_accept", "tree_select", "gumbel_noise")
-MODULES = {op: importlib.import_module(f"medusa_kernels._triton.{op}") for op in OPS}
-STREAMING = {"residual_kernel", "vocabulary_kernel", "project_kernel", "_decode_linear_kernel"}
-OTHERS = {"merge_kernel", "_tree_accept_kernel", "_tree_select_kernel", "_gumbel_noise_kernel"}
 
 
-def launched(monkeypatch: pytest.MonkeyPatch, *, pdl: bool) -> dict[str, dict[str, Any]]:
-    """Launch the kernels of the self-test as on an H200; return the options of each by its name."""
-    found: dict[str, dict[str, Any]] = {}
-    cpu = torch.device("cpu")
-    chosen = {(op, cpu): Implementation("triton", getattr(module, op), "") for op, module in MODULES.items()}
-    monkeypatch.setattr(_registry, "_chosen", chosen)
-    for module in (launch, *MODULES.values()):
-        monkeypatch.setattr(module, "describe", lambda device: TARGETS["90"], raising=False)
-    monkeypatch.setattr(launch, "programmatic", lambda device: pdl)
-    monkeypatch.setattr(JITFunction, "run", lambda self, *_, **options: found.update({self.fn.__name__: options}))
-    selftest.run("cpu")
-    return found
-
-
-def test_every_kernel_is_launched_programmatically_(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = launched(monkeypatch, pdl=True)
-    assert found.keys() == (STREAMING | OTHERS) - {"_decode_linear_kernel"}
-    assert all(options["PDL"] and options["launch_pdl"] for options in found.values())
-
-
-def test_no_kernel_is_where_the_device_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = launched(monkeypatch, pdl=False)
-    assert found.keys() == (STREAMING | OTHERS) - {"_decode_linear_kernel"}
-    for options in found.values():
-        assert not options["PDL"]
-        assert "launch_pdl" not in options
+@pytest.mark.parametrize("pdl", [True, False])
+def test_kernels_are_launched_programmatically_where_the_device_can(monkeypatch: pytest.MonkeyPatch, pdl: bool) -> None:
+    """All but `draw_tokens`, which PyTorch's operations come before."""
+    for name, options in launches(monkeypatch, pdl=pdl):
+        asks = pdl and not name.endswith("._draw_tokens_kernel")
+        assert options.get("launch_pdl", "left out") == (True if asks else "left out"), name
+        assert options.get("PDL", asks) == asks, name
 
 
 def compiled(op: str, name: str) -> str:
