@@ -7,6 +7,8 @@ agrees with is kept: the text that the model alone would write, in fewer steps.
 from __future__ import annotations
 
 import importlib
+import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -36,6 +38,18 @@ def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+
+
+def moved(old: str, new: str) -> Callable[[str], Any]:
+    """Return `__getattr__` of a module `old` that is called `new` now: names are found there, with a warning."""
+
+    def find(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(f"module {old!r} has no attribute {name!r}")
+        warnings.warn(f"{old} is {new} now", DeprecationWarning, stacklevel=2)
+        return getattr(importlib.import_module(new), name)
+
+    return find
 
 
 def __dir__() -> list[str]:

@@ -15,7 +15,7 @@ LAYERS = """
 options progress
 files
 checks provenance gguf_files
-trees linears
+trees linears calibration
 heads
 backbone
 decode
