@@ -137,8 +137,14 @@ def finished(path: Path, asked: Any) -> dict[str, Any] | None:
 def asked_of(path: Path) -> dict[str, Any] | None:
     """Return what a finished file of records was asked for with, or None if nothing next to it says so.
 
-    `decoding` in it is the generation config with which answers were decoded.
+    `decoding` in it is the generation config with which answers were decoded, if that is known. Files next to a user's
+    own data may be anything, and are no reason to refuse the data.
     """
-    marker = companion(path, "finished")
-    asked = read_json_object(marker).get("asked") if path.is_file() and marker.is_file() else None
-    return asked and asked | {"decoding": read_json_object(companion(path, "settings")).get("decoding")}
+    try:
+        asked = read_json_object(companion(path, "finished")).get("asked") if path.is_file() else None
+        decoding = read_json_object(companion(path, "settings")).get("decoding") if asked else None
+    except (OSError, ValueError):
+        return None
+    if not isinstance(asked, dict) or not {"model", "generation", "data"} <= asked.keys():
+        return None
+    return asked | {"decoding": decoding if isinstance(decoding, dict) else None}
