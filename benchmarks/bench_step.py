@@ -188,7 +188,8 @@ def random_heads(base: Any, name: str, num_heads: int = NUM_HEADS) -> MedusaHead
 def step_bytes(base: Any, heads: MedusaHeads | None, prefix: int, nodes: int, batch: int) -> int:
     """Count what a step must read: weights but the embedding once, keys and values once, the heads' weights once."""
     config = base.config
-    weights = sum(map(stored_bytes, base.parameters())) - base.model.embed_tokens.weight.nbytes
+    stored = itertools.chain(base.parameters(), base.buffers())  # the weights of packed layers are buffers
+    weights = sum(map(stored_bytes, stored)) - base.model.embed_tokens.weight.nbytes
     row = 2 * config.num_key_value_heads * config.head_dim * base.lm_head.weight.element_size()
     total = weights + batch * config.num_hidden_layers * (prefix + nodes) * row
     if heads is not None:
