@@ -11,8 +11,7 @@ import torch
 from medusa_decoding.decode.limits import Limits
 from medusa_decoding.decode.policy import Policy
 from medusa_decoding.decode.runtime.progress import Watch
-from medusa_decoding.decode.selection.processors import LogitsProcessors
-from medusa_decoding.decode.selection.processors import Row as HostRow
+from medusa_decoding.decode.selection.processors import HostRow, LogitsProcessors
 from medusa_decoding.decode.selection.rows import common_selector, host_row
 from medusa_decoding.decode.verify import TokenSelector
 from medusa_decoding.serving.rows import Kind, Row

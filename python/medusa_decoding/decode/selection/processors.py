@@ -27,7 +27,7 @@ Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 @dataclass
-class Row:
+class HostRow:
     """One sequence and its processors.
 
     Attributes:
@@ -73,7 +73,7 @@ class LogitsProcessors(HostTokenSelector):
         sample: draw from the processed distribution; False takes its argmax.
         keep_logits: keep the model's logits of every emitted token.
         keep_scores: keep the processed scores of every emitted token.
-        top_logprobs: see `Row`.
+        top_logprobs: see `HostRow`.
 
     Attributes:
         shared: whether the rows belong to several callers, so that an error ends only its own row.
@@ -96,7 +96,7 @@ class LogitsProcessors(HostTokenSelector):
         for prompt, own, budget in zip(prompts, processors, budgets, strict=True):
             called, drawn_by = _divided(own, prompt.device) if sample and not keep_scores else (own, None)
             called = [without_sorting(processor) for processor in called]
-            row = Row(prompt, len(prompt), len(prompt), called, budget, frozenset(eos), sample, top_logprobs)
+            row = HostRow(prompt, len(prompt), len(prompt), called, budget, frozenset(eos), sample, top_logprobs)
             row.drawn_by = drawn_by
             self.rows.append(row)
         if sample:
@@ -105,7 +105,7 @@ class LogitsProcessors(HostTokenSelector):
         self.keep_logits, self.keep_scores = keep_logits, keep_scores
 
     @classmethod
-    def of_rows(cls, rows: Sequence[Row], temperatures: torch.Tensor) -> LogitsProcessors:
+    def of_rows(cls, rows: Sequence[HostRow], temperatures: torch.Tensor) -> LogitsProcessors:
         """Return the selector of a batch whose rows belong to several callers.
 
         Args:
@@ -150,7 +150,7 @@ class LogitsProcessors(HostTokenSelector):
 
     def _walk(
         self,
-        row: Row,
+        row: HostRow,
         logits: torch.Tensor,
         noise: torch.Tensor | None,
         tokens: torch.Tensor,
@@ -166,11 +166,11 @@ class LogitsProcessors(HostTokenSelector):
             visited = [child for child in below if int(tokens[child]) == token]
             depth += 1
 
-    def _ended(self, row: Row) -> bool:
+    def _ended(self, row: HostRow) -> bool:
         new = row.length - row.prompt
         return new >= row.budget or (new > 0 and int(row.text[row.length - 1]) in row.ends)
 
-    def _next(self, row: Row, logits: torch.Tensor, noise: torch.Tensor | None) -> int:
+    def _next(self, row: HostRow, logits: torch.Tensor, noise: torch.Tensor | None) -> int:
         text = row.text[None, : row.length]
         scores = raw = logits[None].to(torch.float32, copy=True)
         if self.keep_logits:

@@ -10,7 +10,7 @@ from transformers.generation import logits_process as lp
 
 from medusa_decoding.decode.limits import Limits
 from medusa_decoding.decode.selection.greedy import Greedy
-from medusa_decoding.decode.selection.processors import LogitsProcessors, Row
+from medusa_decoding.decode.selection.processors import HostRow, LogitsProcessors
 from medusa_decoding.decode.selection.sampling import Sampling, follow
 from medusa_decoding.decode.state import DecodeState
 from medusa_decoding.decode.verify import Nodes, TokenSelector, allowed_logits, fused_tokens
@@ -70,7 +70,7 @@ def _only_temperature(selector: TokenSelector) -> bool:
     return plain and selector.draw_temperature is not None and not selector.makes_logits
 
 
-def host_row(selector: TokenSelector, text: torch.Tensor, prompt: int, budget: int, ends: frozenset[int]) -> Row:
+def host_row(selector: TokenSelector, text: torch.Tensor, prompt: int, budget: int, ends: frozenset[int]) -> HostRow:
     """Return a row as `LogitsProcessors.of_rows` takes it, of a row whose own selector runs on the device.
 
     Args:
@@ -81,4 +81,4 @@ def host_row(selector: TokenSelector, text: torch.Tensor, prompt: int, budget: i
         ends: tokens that end it.
     """
     processors = selector.processors if isinstance(selector, Sampling) else []
-    return Row(text, prompt, len(text), processors, budget, ends, selector.draw_temperature is not None)
+    return HostRow(text, prompt, len(text), processors, budget, ends, selector.draw_temperature is not None)
