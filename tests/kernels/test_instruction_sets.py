@@ -86,8 +86,12 @@ def test_a_row_of_decode_linear_stands_alone(dtype: torch.dtype, int8: bool) -> 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", stored.KINDS)
 def test_set_reads_stored_weights_and_each_row_alone(kind: str, dtype: torch.dtype) -> None:
-    """Groups within a step, across steps and of several; more rows than a tile has, which are widened once."""
-    for size, group in ((16, 16), (144, 16), (96, 32), (288, 96), (144, 48), (192, 64), (256, 128), (208, 0)):
+    """Groups within a step, across steps and of several; more rows than a tile has, which are widened once.
+
+    In the longest rows there are more groups than tables are made for at once.
+    """
+    sizes = (16, 16), (144, 16), (96, 32), (288, 96), (144, 48), (192, 64), (256, 128), (208, 0)
+    for size, group in (*sizes, (1104, 16), (2656, 32), (2592, 96)):
         x = torch.randn(130 if size == 144 else 9, size).to(dtype)
         weights = [stored.make(kind, (rows, size), group) for rows in (70, 5)]
         options: dict[str, Any] = {"scales": [w.scale for w in weights], "codes": weights[0].codes}
