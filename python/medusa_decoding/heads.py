@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from medusa_decoding.checks import check_count, shown
+from medusa_decoding.checks import shown
 from medusa_decoding.linears.logits import logits_projection
 from medusa_kernels import Projection, heads_topk
 
@@ -143,13 +143,17 @@ class MedusaHeads(nn.Module):
             ("hidden_size", hidden_size, 1), ("vocab_size", vocab_size, 1), ("num_heads", num_heads, 1),
             ("num_layers", num_layers, 1), ("parent_rank", parent_rank, 0), ("root_rank", root_rank, 0),
         ):  # fmt: skip
-            check_count(name, value, least)
+            if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**31:
+                raise ValueError(f"{name}: expected at least {least}, got {shown(value)}")
         if root_rank > hidden_size:
             raise ValueError(f"root_rank: expected at most {hidden_size} (the hidden size), got {root_rank}")
-        if storage not in ("float", *STORED):
+        if not isinstance(storage, str) or storage not in ("float", *STORED):
             raise ValueError(f"storage: expected 'float', 'int8' or 'fp8', got {shown(storage)}")
         if storage != "float" and shared_projection:
             raise ValueError(f"storage: expected 'float' with a shared projection (none is owned), got {storage!r}")
+        for name, flag in (("shared_projection", shared_projection), ("bias", bias), ("all_parents", all_parents)):
+            if not isinstance(flag, bool):
+                raise ValueError(f"{name}: expected True or False, got {shown(flag)}")
         if token_map is not None:
             _check_token_map(token_map, vocab_size)
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
@@ -507,11 +511,16 @@ def _one_thread(tensor: torch.Tensor) -> Iterator[None]:
 
 
 def _check_token_map(token_map: torch.Tensor, vocab_size: int) -> None:
-    if token_map.ndim != 1 or token_map.dtype != torch.int64 or not token_map.numel():
+    if not isinstance(token_map, torch.Tensor):
+        raise ValueError(f"token_map: expected int64 [V'], got {type(token_map).__name__}")
+    if token_map.ndim != 1 or token_map.dtype != torch.int64:
         raise ValueError(f"token_map: expected int64 [V'], got {token_map.dtype} {list(token_map.shape)}")
-    low, high = (int(bound) for bound in token_map.aminmax())
-    if low < 0 or high >= vocab_size:
-        raise ValueError(f"token_map: expected ids in [0, {vocab_size}), got {low} to {high}")
+    if token_map.numel() == 0 or token_map.is_meta:
+        raise ValueError(f"token_map: expected at least one id, got {list(token_map.shape)} on {token_map.device}")
+    if int(token_map.min()) < 0 or int(token_map.max()) >= vocab_size:
+        raise ValueError(
+            f"token_map: expected ids in [0, {vocab_size}), got {int(token_map.min())} to {int(token_map.max())}"
+        )
     if len(torch.unique(token_map)) != len(token_map):
         raise ValueError(f"token_map: expected ids without repetition, got {len(token_map)} ids with repetitions")
 

@@ -211,6 +211,8 @@ def test_parents_outside_a_trimmed_vocabulary_share_a_row():
     ):
         assert torch.equal(mine, theirs)
     assert (len(heads.remade().parent_tokens), len(whole.remade().parent_tokens)) == (51, 70)
+    with pytest.raises(ValueError, match="all_parents: expected True or False, got 1"):
+        MedusaHeads(8, 70, 3, parent_rank=4, all_parents=1)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -354,7 +356,7 @@ def poisoned(value):
         (lambda: MedusaHeads(4, 6, 2).quantized("int8").quantized("int8"), "heads: expected an .* got one in int8"),
         (lambda: MedusaHeads(4, 6, 2, shared_projection=True).quantized("fp8"), "heads: expected an .* a shared one"),
         (lambda: MedusaHeads(4, 6, 2, shared_projection=True, storage="fp8"), "storage: expected 'float' with a"),
-        (lambda: MedusaHeads(4, 6, 2, parent_rank=-1), "parent_rank: expected a whole number from 0, got -1"),
+        (lambda: MedusaHeads(4, 6, 2, parent_rank=-1), "parent_rank: expected at least 0, got -1"),
         (lambda: MedusaHeads(4, 6, 2, root_rank=5), r"root_rank: expected at most 4 \(the hidden size\), got 5"),
         (lambda: poisoned(math.nan).quantized("int8"), r"w2\[1\]: expected finite weights, got NaN or Inf"),
     ],
