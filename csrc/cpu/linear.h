@@ -199,7 +199,7 @@ inline void product(const void* weight, int64_t w_stride, const int64_t* map, in
       }
     }
   };
-  if constexpr (kLoneRows > kTileRows) {
+  if constexpr (kLoneRows > kTileRows && !std::is_empty_v<typename W::Table>) {
     if (tokens == 1) tiles(std::integral_constant<int, kLoneRows>{});
   }
   tiles(std::integral_constant<int, kTileRows>{});

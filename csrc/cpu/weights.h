@@ -20,8 +20,8 @@ struct Codes {
 
 MEDUSA_INLINE void multiply(F& sum, F x, F w) { sum = w * x + sum; }
 
-// Registers decide the tile: 32 vectors with AVX-512 and NEON, 16 with AVX2 and SSE. One token alone may meet more rows:
-// its sums are too few to hide how long an addition takes.
+// Registers decide the tile: 32 vectors with AVX-512 and NEON, 16 with AVX2 and SSE. One token alone meets more rows of
+// 4-bit codes: its sums are too few to hide how long an addition takes.
 #if defined(__AVX512F__)
 constexpr int kTileRows = 4, kTileTokens = 6, kLoneRows = 8;
 #elif defined(__aarch64__)
