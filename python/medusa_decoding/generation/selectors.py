@@ -85,13 +85,18 @@ def _processors(causal: Any, request: Request, prompt: torch.Tensor, row: int) -
     # transformers' own `generate` sets this field before it makes processors.
     config._eos_token_tensor = torch.tensor(limits.eos, dtype=torch.int64, device=device) if limits.eos else None
     prefix_fn = request.prefix_fn
-    return causal._get_logits_processor(
-        generation_config=config,
-        input_ids_seq_length=len(prompt),
-        encoder_input_ids=prompt[None],
-        # A row is alone in its calls, and number 0 there.
-        prefix_allowed_tokens_fn=None if prefix_fn is None else lambda _, text: prefix_fn(row, text),
-        logits_processor=lp.LogitsProcessorList(request.processors),
-        device=device,
-        model_kwargs={},
-    )
+    try:
+        return causal._get_logits_processor(
+            generation_config=config,
+            input_ids_seq_length=len(prompt),
+            encoder_input_ids=prompt[None],
+            # A row is alone in its calls, and number 0 there.
+            prefix_allowed_tokens_fn=None if prefix_fn is None else lambda _, text: prefix_fn(row, text),
+            logits_processor=lp.LogitsProcessorList(request.processors),
+            device=device,
+            model_kwargs={},
+        )
+    except (TypeError, LookupError) as error:  # a model's generation config may hold anything
+        raise ValueError(
+            f"generation_config: expected settings that transformers accepts, got others ({error})"
+        ) from error
