@@ -111,18 +111,6 @@ def rows_fit(lengths: Sequence[int], added: int, capacity: int) -> None:
             )
 
 
-def positions_fit(cache_lens: Tensor, depths: Tensor, table: Tensor) -> None:
-    """Check on the host that all positions `cache_lens + depths` are within a rotary table `[.., P, R]`."""
-    if not (positions := cache_lens[:, None] + depths).numel():
-        return
-    low, high = (int(position) for position in positions.aminmax())
-    if low < 0 or high >= table.shape[-2]:
-        raise ValueError(
-            f"depths: expected positions cache_lens + depths within the {table.shape[-2]} rows of cos and sin, "
-            f"got positions {low} to {high}"
-        )
-
-
 def require(condition: bool, name: str, expected: object, got: object) -> None:
     """Raise the standard error unless the condition holds."""
     if not condition:

@@ -346,8 +346,12 @@ def _native(
     except _cpu.OutsideError:
         _checks.rows_fit(cache_lens.tolist(), nodes, rows)
         _checks.slots_fit(slots, sequences)
-        _checks.positions_fit(cache_lens, depths, cos)
-        raise
+        positions = cache_lens[:, None] + depths
+        low, high = (int(position) for position in positions.aminmax())
+        raise ValueError(
+            f"depths: expected positions cache_lens + depths within the {cos.shape[-2]} rows of cos and sin, "
+            f"got positions {low} to {high}"
+        ) from None
     return out
 
 

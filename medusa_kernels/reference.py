@@ -101,12 +101,14 @@ def rope_append(
     q, k, v = heads_of(q, k, v, cos.dtype, q_norm, k_norm, eps, norm_offset)
     batch, nodes = q.shape[:2]
     row = torch.arange(batch, device=q.device)[:, None]
-    cos, sin = factors(cos, sin, cache_lens, depths)
+    positions = cache_lens[:, None] + depths
+    cos, sin = (t[positions] if t.dim() == 2 else t[row, positions] for t in (cos, sin))
+    cos, sin = cos.unsqueeze(2), sin.unsqueeze(2)
     targets = cache_lens[:, None] + torch.arange(nodes, device=q.device)
     slot = row if slots is None else slots[:, None]
-    for cache, rows in ((k_cache, rotated(k, cos, sin)), (v_cache, v)):
+    for cache, rows in ((k_cache, _rotated(k, cos, sin)), (v_cache, v)):
         cache[slot, :, targets] = quantised_rows(rows) if cache.dtype == torch.int8 else rows
-    return rotated(q, cos, sin).contiguous()
+    return _rotated(q, cos, sin).contiguous()
 
 
 def heads_of(q, k, v, dtype, q_norm, k_norm, eps, norm_offset):
@@ -116,14 +118,7 @@ def heads_of(q, k, v, dtype, q_norm, k_norm, eps, norm_offset):
     return q, k, v
 
 
-def factors(cos, sin, cache_lens, depths):
-    """Return the rows of the tables at each node's position, `[B, N, 1, R]`."""
-    positions = cache_lens[:, None] + depths
-    row = torch.arange(len(cache_lens), device=cache_lens.device)[:, None]
-    return tuple((t[positions] if t.dim() == 2 else t[row, positions]).unsqueeze(2) for t in (cos, sin))
-
-
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate the first R numbers of the last axis, whose halves are (a, b): (a, b) cos + (-b, a) sin."""
     turned, rest = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], dim=-1)
     first, second = turned.chunk(2, dim=-1)

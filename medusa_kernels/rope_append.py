@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from medusa_kernels import _checks, cache_rows, reference
+from medusa_kernels._last_result import LastResult
 from medusa_kernels._registry import register, triton_or
 
 
@@ -112,19 +113,60 @@ def _sliced(
     norm_offset=None,
 ):  # fmt: skip
     """Run the op on the CPU: lengths are read, and cache rows are written as slices."""
-    lens, nodes = cache_lens.tolist(), q.shape[-3]
+    q, k, v = reference.heads_of(q, k, v, cos.dtype, q_norm, k_norm, eps, norm_offset)
+    nodes = q.shape[1]
+    lens = cache_lens.tolist()
     _checks.rows_fit(lens, nodes, k_cache.shape[2])
     places = _checks.slots_fit(slots, len(k_cache)) or range(len(lens))
-    _checks.positions_fit(cache_lens, depths, cos)
-    q, k, v = reference.heads_of(q, k, v, cos.dtype, q_norm, k_norm, eps, norm_offset)
-    cos, sin = reference.factors(cos, sin, cache_lens, depths)
-    k = reference.rotated(k, cos, sin)
+    cos, sin = _factors(cos, sin, lens, cache_lens, depths)
+    rotated = _rotated(k, cos, sin)
     if k_cache.dtype == torch.int8:
-        k, v = cache_rows.quantised_rows(k), cache_rows.quantised_rows(v)
+        rotated, v = cache_rows.quantised_rows(rotated), cache_rows.quantised_rows(v)
     for b, (place, length) in enumerate(zip(places, lens, strict=True)):
-        k_cache[place, :, length : length + nodes] = k[b].transpose(0, 1)
+        k_cache[place, :, length : length + nodes] = rotated[b].transpose(0, 1)
         v_cache[place, :, length : length + nodes] = v[b].transpose(0, 1)
-    return reference.rotated(q, cos, sin).contiguous()
+    return _rotated(q, cos, sin).contiguous()
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the first numbers of heads `[B, N, heads, D]` by factors `[1 or B, N, 1, R]` from `_factors`."""
+    width = cos.shape[-1]
+    first = x[..., :width]
+    turned = (first * cos).add_(first.roll(width // 2, -1).mul_(sin))
+    return turned if width == x.shape[-1] else torch.cat((turned, x[..., width:]), -1)
+
+
+_last_factors = LastResult[tuple[Tensor, Tensor]]()
+
+
+def _factors(cos: Tensor, sin: Tensor, lens: list[int], cache_lens: Tensor, depths: Tensor) -> tuple[Tensor, Tensor]:
+    """Return cos and (-sin, sin) at the positions, each `[1 or B, N, 1, D]`.
+
+    `rotate_half(x) * sin == roll(x) * (-sin, sin)`: negating a factor is exact, and these few rows are negated once.
+    """
+    found = _last_factors.get((cos, sin, depths), lens)
+    if found is not None:
+        return found
+    positions = depths + (lens[0] if len(lens) == 1 else cache_lens[:, None])
+    at_cos, at_sin = _table_rows(cos, positions, len(lens)), _table_rows(sin, positions, len(lens))
+    at_sin[..., : sin.shape[-1] // 2].neg_()
+    return _last_factors.keep((cos, sin, depths), lens, (at_cos, at_sin))
+
+
+def _table_rows(table: Tensor, positions: Tensor, batch: int) -> Tensor:
+    """Return a copy of a table's rows at the positions, with an axis for the heads: `[1 or B, N, 1, D]`."""
+    try:
+        if table.dim() == 2 or batch == 1:
+            rows = table.view(-1, table.shape[-1]).index_select(0, positions.flatten())
+            return rows.view(-1, positions.shape[-1], 1, table.shape[-1])
+        own = [t.index_select(0, p) for t, p in zip(table, positions.expand(batch, -1), strict=True)]
+        return torch.stack(own).unsqueeze(2)
+    except IndexError as error:
+        low, high = (int(p) for p in positions.aminmax())
+        raise ValueError(
+            f"depths: expected positions cache_lens + depths within the {table.shape[-2]} rows of cos and sin, "
+            f"got positions {low} to {high}"
+        ) from error
 
 
 register(

@@ -266,6 +266,20 @@ def test_rows_outside_the_cache_are_not_written(device: str, rotated: int, lens:
     assert (memory == 7).all()
 
 
+def test_inputs_changed_in_place_take_effect(device: str) -> None:
+    """The CPU path caches the last call's factors, and must notice an in-place change of any input."""
+    case = make(3, [4], device=device)
+    run(case)
+    changes = {"cos": lambda t: t.mul_(0.5), "sin": lambda t: t.neg_(), "depths": lambda t: t.fill_(1)}
+    for name, change in changes.items():
+        change(case[name])
+        wanted = expected(case)
+        assert_equal(case, wanted, run(case))
+    case["cache_lens"].fill_(2)
+    wanted = expected(case)
+    assert_equal(case, wanted, run(case))
+
+
 BAD = {
     "q-dtype": ({"q": torch.zeros(2, 3, 4, 8, dtype=torch.int32)}, "q: expected dtype"),
     "q-odd": ({"q": torch.zeros(2, 3, 4, 7)}, "q: expected an even head size, got 7"),

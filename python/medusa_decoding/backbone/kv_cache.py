@@ -5,7 +5,7 @@ With one block, one launch compacts every layer (`kv_compact`), and addresses st
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -27,6 +27,7 @@ class TreeCache:
         slots: int32 [B], which sequence of `kv` belongs to each row, for a cache of which rows change places; None:
             sequence b to row b.
         places: the same on the host, for a prefill.
+        views: see `tables_of`.
     """
 
     kv: torch.Tensor
@@ -35,6 +36,7 @@ class TreeCache:
     sin: torch.Tensor
     slots: torch.Tensor | None = None
     places: list[int] | None = None
+    views: dict[int, Tables] = field(default_factory=dict, repr=False)
 
     @classmethod
     def allocate(cls, shape: tuple[int, ...], rope: Tables, dtype: torch.dtype | None = None) -> TreeCache:
@@ -66,7 +68,12 @@ class TreeCache:
 
     def tables_of(self, table: int | None) -> Tables:
         """Return one of the pairs of rotary tables, each [P, D] or [B, P, D]; with None there is only one."""
-        return self.tables if table is None else (self.cos[table], self.sin[table])
+        if table is None:
+            return self.tables
+        # The same views each time: `rope_append` knows what it has checked by identity.
+        if table not in self.views:
+            self.views[table] = (self.cos[table], self.sin[table])
+        return self.views[table]
 
     @property
     def nbytes(self) -> int:
@@ -81,10 +88,12 @@ class TreeCache:
             self.sin.copy_(tables[1])
         else:
             self.cos, self.sin = tables
+            self.views = {}
         return in_place
 
     def release(self) -> None:
         """Free the memory, even if the cache is still referenced; it cannot be used afterwards."""
+        self.views = {}
         self.kv, self.cos, self.sin = (tensor.new_empty(0) for tensor in (self.kv, self.cos, self.sin))
 
     def layer(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
