@@ -43,15 +43,15 @@ HEIGHTS = {room: height for height, line in enumerate(LAYERS.split("\n")) for ro
 LOOSE = 8
 
 
-def module_name(path: Path) -> str:
-    parts = path.relative_to(PACKAGE).with_suffix("").parts
+def module_name(path: Path, package: Path = PACKAGE) -> str:
+    parts = path.relative_to(package).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
 MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 
 
-def imported(name: str, source: str, known: set[str]) -> set[str]:
+def imported(name: str, source: str, known: set[str], package: str = PACKAGE.name) -> set[str]:
     """Return the package's modules that a module imports anywhere in its source."""
     found = set()
     for node in ast.walk(ast.parse(source)):
@@ -61,7 +61,7 @@ def imported(name: str, source: str, known: set[str]) -> set[str]:
             assert node.level == 0, f"{name}: imports are absolute"
             assert node.module is not None
             found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
-    inner = {module.removeprefix("medusa_decoding.") for module in found if module.startswith("medusa_decoding.")}
+    inner = {module.removeprefix(f"{package}.") for module in found if module.startswith(f"{package}.")}
     # `from package import module` is an import of the module, not of the package around it.
     inner &= known
     return {one for one in inner if not any(other.startswith(one + ".") for other in inner)} - {name}
@@ -88,6 +88,14 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
 
 def test_modules_import_in_no_circle():
     assert circle(IMPORTS) == []
+
+
+def test_benchmarks_import_in_no_circle():
+    package = PACKAGE.parents[1] / "benchmarks"
+    modules = {module_name(path, package): path for path in sorted(package.rglob("*.py"))}
+    graph = {name: imported(name, path.read_text(), set(modules), package.name) for name, path in modules.items()}
+    assert graph["campaign"]
+    assert circle(graph) == []
 
 
 def test_nothing_imports_from_a_higher_layer():
