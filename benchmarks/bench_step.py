@@ -43,6 +43,7 @@ from medusa_decoding.decode.runtime.steps import Backend
 from medusa_decoding.decode.selection.greedy import Greedy
 from medusa_decoding.decode.verify import TokenSelector
 from medusa_decoding.heads import MedusaHeads
+from medusa_decoding.linears.packed import PackedLinear
 from medusa_decoding.model import MedusaModel, default_tree
 from medusa_decoding.trees.tree import Tree
 
@@ -188,7 +189,8 @@ def random_heads(base: Any, name: str, num_heads: int = NUM_HEADS) -> MedusaHead
 def step_bytes(base: Any, heads: MedusaHeads | None, prefix: int, nodes: int, batch: int) -> int:
     """Count what a step must read: weights but the embedding once, keys and values once, the heads' weights once."""
     config = base.config
-    stored = itertools.chain(base.parameters(), base.buffers())  # the weights of packed layers are buffers
+    packed = (module.buffers() for module in base.modules() if isinstance(module, PackedLinear))
+    stored = itertools.chain(base.parameters(), *packed)
     weights = sum(map(stored_bytes, stored)) - base.model.embed_tokens.weight.nbytes
     row = 2 * config.num_key_value_heads * config.head_dim * base.lm_head.weight.element_size()
     total = weights + batch * config.num_hidden_layers * (prefix + nodes) * row
