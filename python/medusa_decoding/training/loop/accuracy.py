@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from medusa_decoding.training.loss.chunked import TOP
-from medusa_decoding.trees.tree import Tree
+from medusa_decoding.trees.tree import Tree, most_nodes
 
 FIGURE_NODES = 16
 """Nodes of the tree by which heads of one run are compared."""
@@ -57,7 +57,7 @@ class HeadAccuracy:
     @property
     def most_nodes(self) -> int:
         """Nodes of the largest tree that the heads can fill."""
-        return sum(self.hits.shape[1] ** depth for depth in range(len(self.hits) + 1))
+        return most_nodes([self.hits.shape[1]] * len(self.hits))
 
     def expected_tokens(self, num_nodes: int) -> float:
         """Return the tokens per step of the best tree of `num_nodes` nodes (root included), as section 2.3.3 has it.
