@@ -2,15 +2,17 @@
 
     python -m benchmarks.training_step --record
     python -m benchmarks.training_step --size 576 --ways cached --repeats 9
+    python -m benchmarks.training_step --dtype bfloat16 --length 2048 --rows 4 --record     # where there is a GPU
 
 The plain loop is what one writes without this package: the transformers model with the same attention on the same
 packed rows, the heads' full logits at the positions that each head learns, `F.cross_entropy`, autograd, clipping and
-fused AdamW, with the states of a frozen backbone in memory if they are cached. Both begin with the same weights, and
-take steps in turn, of which the first two are not timed. No step is a logged one.
+fused AdamW, with the states of a frozen backbone in the device's memory if they are cached. Both begin with the same
+weights, and take steps in turn, of which the first two are not timed. No step is a logged one.
 
 The ratio is plain time over ours, the median of the pairs. On a CPU it is the process' own time with one thread, which
-other programs on the machine change little; what our trainer does ahead in a thread counts too. The peak is what torch
-holds at once during a step in addition to what it holds before.
+other programs on the machine change little; what our trainer does ahead in a thread counts too. On a GPU, which is
+used if there is one, it is the time until the device has done its work. The peak is what torch holds at once during a
+step in addition to what it holds before.
 """
 
 from __future__ import annotations
@@ -63,20 +65,24 @@ class Size:
     rows: int
 
 
-# By hidden size; 576 has the shape of SmolLM2-135M, with an lm_head of its own.
+# By hidden size; 576 has the shape of SmolLM2-135M, with an lm_head of its own, and 4096 is four layers of Llama-2-7B.
 SIZES = {
     "256": Size(256, 704, 6, 4, 4096, 256, 4),
     "576": Size(576, 1536, 30, 9, 49152, 256, 2),
     "1024": Size(1024, 2816, 8, 16, 32000, 256, 2),
+    "4096": Size(4096, 11008, 4, 32, 32000, 256, 2),
 }
 WAYS = ("frozen", "cached", "lora")
-CASES = [(size, way) for size in SIZES for way in ("frozen", "cached")] + [("256", "lora")]
+CASES = [(size, way) for size in SIZES for way in ("frozen", "cached")] + [("256", "lora"), ("4096", "lora")]
 
 
 def main() -> None:
     """Measure the cases, print a table, and record it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, action="append", help="of these models only")
+    usual = [name for name in SIZES if name != "4096" or torch.cuda.is_available()]
+    parser.add_argument("--size", choices=SIZES, action="append", help=f"of these models only (default: {usual})")
+    parser.add_argument("--length", type=int, help="tokens of a row (default: the size's own)")
+    parser.add_argument("--rows", type=int, help="rows of a step (default: the size's own)")
     parser.add_argument("--ways", choices=WAYS, action="append", help="the backbone's states in these ways only")
     parser.add_argument("--repeats", type=int, default=5, help="timed pairs of steps")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the model and of products")
@@ -84,8 +90,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="of PyTorch on a CPU")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    chosen = [(size, way) for size, way in CASES if size in (args.size or SIZES) and way in (args.ways or WAYS)]
-    cases = [measure(size, way, args.dtype, args.repeats) for size, way in chosen]
+    chosen = [(size, way) for size, way in CASES if size in (args.size or usual) and way in (args.ways or WAYS)]
+    shape = {name: value for name in ("length", "rows") if (value := getattr(args, name))}
+    cases = [
+        measure(name, dataclasses.replace(SIZES[name], **shape), way, args.dtype, args.repeats) for name, way in chosen
+    ]
     names = ("size", "way", "ours_s", "plain_s", "ratio", "ours_mib", "plain_mib", "loss_difference")
     print(provenance())
     print(markdown([names, *[[f"{c[n]:.3g}" if isinstance(c[n], float) else c[n] for n in names] for c in cases]]))
@@ -93,9 +102,9 @@ def main() -> None:
         write_record("training_step", {"dtype": args.dtype, "threads": args.threads, "num_heads": HEADS} | case)
 
 
-def measure(name: str, way: str, dtype: str, repeats: int) -> dict[str, Any]:
+def measure(name: str, size: Size, way: str, dtype: str, repeats: int) -> dict[str, Any]:
     """Return the figures of one size in one way."""
-    size, device = SIZES[name], torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as folder:
         ours, plain = prepare(size, way, dtype, Path(folder), device, WARM + repeats + 1)
         for _ in range(WARM):
@@ -135,7 +144,8 @@ def prepare(
         num_hidden_layers=size.layers, num_attention_heads=size.heads, max_position_embeddings=2048,
         tie_word_embeddings=False,
     )  # fmt: skip
-    LlamaForCausalLM(shapes).save_pretrained(folder / "model")
+    with device:
+        LlamaForCausalLM(shapes).to(DTYPES[dtype]).save_pretrained(folder / "model")
     config = Config.of(
         {
             "method": "medusa-2" if way == "lora" else "medusa-1",
@@ -168,6 +178,7 @@ def prepare(
                 batch = {key: value.to(device) for key, value in collate([rows[number]]).items()}
                 states.put([number], models[0].hidden(batch))
         kept = states.get(range(len(rows)))
+        kept = None if kept is None else kept.to(device)
     plain = Plain(models[1], heads, rows, config, kept)
     trainer = Trainer(config, models[0], heads, rows, None, one, states)
     stage = trainer.stages[0]
@@ -222,7 +233,7 @@ class Plain:
         joint = self.config.trains_backbone
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.model.dtype == "bfloat16"):
             if self.states is not None:
-                hidden = self.states[numbers].to(self.device)
+                hidden = self.states[numbers]
             else:
                 with torch.set_grad_enabled(joint):
                     hidden = self.model.decoder(**model_inputs(batch)).last_hidden_state
