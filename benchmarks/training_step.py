@@ -92,14 +92,14 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     chosen = [(size, way) for size, way in CASES if size in (args.size or usual) and way in (args.ways or WAYS)]
     shape = {name: value for name in ("length", "rows") if (value := getattr(args, name))}
-    cases = [
-        measure(name, dataclasses.replace(SIZES[name], **shape), way, args.dtype, args.repeats) for name, way in chosen
-    ]
+    cases, settings = [], {"dtype": args.dtype, "threads": args.threads, "num_heads": HEADS}
+    for name, way in chosen:
+        cases.append(measure(name, dataclasses.replace(SIZES[name], **shape), way, args.dtype, args.repeats))
+        if args.record:
+            write_record("training_step", settings | cases[-1])
     names = ("size", "way", "ours_s", "plain_s", "ratio", "ours_mib", "plain_mib", "loss_difference")
     print(provenance())
     print(markdown([names, *[[f"{c[n]:.3g}" if isinstance(c[n], float) else c[n] for n in names] for c in cases]]))
-    for case in cases if args.record else ():
-        write_record("training_step", {"dtype": args.dtype, "threads": args.threads, "num_heads": HEADS} | case)
 
 
 def measure(name: str, size: Size, way: str, dtype: str, repeats: int) -> dict[str, Any]:
