@@ -18,6 +18,7 @@ The data are records of `medusa distill --only-data` with `data.cache_hidden`, w
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import random
 import statistics
@@ -49,6 +50,7 @@ from medusa_decoding.tuning.search import walked_tree
 
 NAME = "selector"
 SIZES = (8, 16)  # nodes of the trees
+TOGETHER = 16  # texts that are ranked together
 DECAY = 0.8  # weight of a head's loss over that of the one before, as in training
 STATE_NORM = 20.0  # of the states that a gate sees, so that it moves about as fast as the rest of a term does
 
@@ -82,12 +84,12 @@ class Term(nn.Module):
         tokens, mix, candidates = (weight.detach().float() for weight in heads.parent_term)
         rank = tokens.shape[1]
         more = max(0, way.rank - rank)
-        new = torch.randn(len(tokens), more) * (rank + more) ** -0.5
+        new = torch.randn(len(tokens), more).to(tokens) * (rank + more) ** -0.5
         self.tokens = nn.Parameter(torch.cat([tokens, new], dim=1))
         self.mix = nn.Parameter(F.pad(mix, (0, more, 0, more)))
-        self.mix.data[:, rank:, rank:] = torch.eye(more)
+        self.mix.data[:, rank:, rank:] = torch.eye(more).to(mix)
         self.candidates = nn.Parameter(F.pad(candidates, (0, more)))
-        self.gate = nn.Parameter(torch.zeros(len(mix), rank + more, heads.hidden_size)) if way.gated else None
+        self.gate = nn.Parameter(mix.new_zeros(len(mix), rank + more, heads.hidden_size)) if way.gated else None
         for weight in (self.tokens, self.mix, self.candidates):
             weight.requires_grad_(not way.alone)
 
@@ -109,7 +111,7 @@ class Texts(NamedTuple):
     prompts: list[range]
 
 
-def read(files: Sequence[Path], heads: MedusaHeads) -> Texts:
+def read(files: Sequence[Path], heads: MedusaHeads, device: torch.device) -> Texts:
     """Read the first answer of each record that has its states in bfloat16."""
     states, later, prompts, end = [], [], [], 0
     for file in files:
@@ -124,21 +126,23 @@ def read(files: Sequence[Path], heads: MedusaHeads) -> Texts:
                 prompts.append(range(end, end := end + last - first))
     if not states:
         raise ValueError(f"{files[0]}: expected answers with their states (data.cache_hidden), got none")
-    return Texts(torch.cat(states), torch.cat(later), prompts)
+    return Texts(torch.cat(states).to(device), torch.cat(later).to(device), prompts)
 
 
 class Trunk:
     """What stays as it is: a model's embedding and lm_head, and the blocks of its heads."""
 
     def __init__(self, model: MedusaModel) -> None:
-        weight = plain_weight(model.backbone.lm_head)
+        weight, self.device = plain_weight(model.backbone.lm_head), model.backbone.device
         assert model.heads is not None
         assert weight is not None  # not quantised
         self.heads, self._embed = model.heads.float().eval(), model.backbone.embed_tokens
-        tokens = torch.arange(self.heads.vocab_size) if self.heads.token_map is None else self.heads.token_map
+        of_map = self.heads.token_map
+        tokens = torch.arange(self.heads.vocab_size, device=self.device) if of_map is None else of_map
         self._weight = weight.detach().float()[tokens]
-        self._rows = torch.full((self.heads.vocab_size + 1,), NONE)  # the last one is for what is beyond a text's end
-        self._rows[tokens] = torch.arange(len(tokens))
+        # The last one is for what is beyond a text's end.
+        self._rows = torch.full((self.heads.vocab_size + 1,), NONE, device=self.device)
+        self._rows[tokens] = torch.arange(len(tokens), device=self.device)
 
     def __call__(self, texts: Texts, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return of B positions: logits [K, B, V'], states for gates [K, B, H], parents' rows of A and targets [K, B].
@@ -154,7 +158,8 @@ class Trunk:
 
     def taught(self, texts: Texts, rows: Tensor) -> Tensor:
         """Return the model's own distributions of the heads' targets, [K, B, V']."""
-        places = (rows + torch.arange(1, self.heads.num_heads + 1)[:, None]).clamp(max=len(texts.states) - 1)
+        ahead = torch.arange(1, self.heads.num_heads + 1, device=self.device)
+        places = (rows + ahead[:, None]).clamp(max=len(texts.states) - 1)
         return (texts.states[places].float() @ self._weight.t()).softmax(-1)
 
 
@@ -163,13 +168,13 @@ def train(trunk: Trunk, texts: Texts, rows: Tensor, args: argparse.Namespace) ->
     terms = {name: Term(trunk.heads, way) for name, way in WAYS.items()}
     optimizer = torch.optim.Adam([weight for term in terms.values() for weight in term.parameters()])
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.rate, args.steps, cycle_momentum=False)
-    decay = DECAY ** torch.arange(trunk.heads.num_heads)
+    decay = DECAY ** torch.arange(trunk.heads.num_heads, device=trunk.device)
     order = torch.cat([rows[torch.randperm(len(rows))] for _ in range(-(-args.steps * args.positions // len(rows)))])
-    for batch in tqdm(order.split(args.positions)[: args.steps], mininterval=10):
+    for batch in tqdm(order.to(trunk.device).split(args.positions)[: args.steps], mininterval=10):
         with torch.no_grad():
             base, states, parents, targets = trunk(texts, batch)
             taught, best = trunk.taught(texts, batch), base.topk(min(MAX_TOP_K, base.shape[-1]))
-        hits, total = best.indices == targets[..., None], torch.zeros(())
+        hits, total = best.indices == targets[..., None], base.new_zeros(())
         for name, term in terms.items():
             if (loss := WAYS[name].loss) is None:
                 continue
@@ -199,15 +204,17 @@ def divergence(base: Tensor, mixed: Tensor, candidates: Tensor, taught: Tensor, 
 def ranked(trunk: Trunk, terms: dict[str, Term], texts: Texts, prompts: Sequence[range]) -> dict[str, Calibration]:
     """Rank the texts' tokens as `propose_children` does, after their true parents, with each term."""
     found: dict[str, list[Any]] = {name: [] for name in terms}
-    for prompt in prompts:
-        base, states, parents, targets = trunk(texts, torch.arange(prompt.start, prompt.stop - 1))
+    for start in range(0, len(prompts), TOGETHER):
+        rows = [torch.arange(one.start, one.stop - 1) for one in prompts[start : start + TOGETHER]]
+        base, states, parents, targets = trunk(texts, torch.cat(rows).to(trunk.device))
         best = base.topk(min(MAX_TOP_K, base.shape[-1]))
         for name, term in terms.items():
             scores = best.values + term.scores(term.mixed(parents, states), best.indices)
             order = best.indices.gather(-1, scores.sort(descending=True, stable=True).indices[..., :RANKS])
             hits = order == targets[..., None]
             ranks = hits.int().argmax(-1).where(hits.any(-1), NONE)
-            found[name].append([tuple(map(tuple, ranks.t().tolist()))])
+            of_prompts = ranks.t().cpu().split([len(one) for one in rows])
+            found[name] += [[tuple(map(tuple, one.tolist()))] for one in of_prompts]
     return {name: Calibration(trunk.heads.num_heads, RANKS, of_way) for name, of_way in found.items()}
 
 
@@ -238,6 +245,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--records", type=Path, nargs="+", required=True, metavar="FILE", help="to learn, with states")
     parser.add_argument("--judged", type=Path, nargs="+", required=True, metavar="FILE", help="of other prompts")
     parser.add_argument("--model", default=str(HEADS["smollm2"]), help="heads with a parent_rank (default: smollm2's)")
+    parser.add_argument("--device", default="cpu", help="of training and ranking (default: cpu); costs are a CPU's")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the split and the order")
     parser.add_argument("--steps", type=int, default=1200, help="of training (default: 1200)")
     parser.add_argument("--positions", type=int, default=256, help="per step")
@@ -247,9 +255,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Train and judge all ways with each seed, and write the record."""
-    trunk = Trunk(MedusaModel.from_pretrained(args.model, dtype=torch.float32))
-    texts = read(args.records, trunk.heads)
-    judged = {file.parent.parent.name: read([file], trunk.heads) for file in args.judged}
+    trunk = Trunk(MedusaModel.from_pretrained(args.model, dtype=torch.float32, device_map=args.device))
+    costs, texts = cost(copy.deepcopy(trunk.heads).cpu()), read(args.records, trunk.heads, trunk.device)
+    judged = {file.parent.parent.name: read([file], trunk.heads, trunk.device) for file in args.judged}
     cells = [(where, name, str(size)) for where in judged for name in WAYS for size in SIZES]
     steps = dict.fromkeys(cells, torch.zeros(()))
     figures: dict[str, Any] = {where: {name: {"by_seed": []} for name in WAYS} for where in judged}
@@ -277,5 +285,5 @@ def run(args: argparse.Namespace) -> int:
     sizes["learnt"] = {"answers": len(texts.prompts), "tokens": len(texts.states)}
     given = {name: getattr(args, name) for name in ("model", "seeds", "steps", "positions", "rate", "held_out")}
     conditions = {**given, "texts": sizes, "threads": torch.get_num_threads(), "intervals": interval.WORDS}
-    print(harness.write_record(NAME, {**conditions, "ways": figures, "cost": cost(trunk.heads)}))
+    print(harness.write_record(NAME, {**conditions, "ways": figures, "cost": costs}))
     return 0
