@@ -217,7 +217,7 @@ def stored_cases() -> list[Stored]:
     """Return the projections of Llama-3-8B, the most telling first."""
     return [
         Stored(kind, f"Llama-3-8B {name}", features, size, rows, name == "gate, up")
-        for kind, rows in itertools.product(("int4", "nf4", "int8"), (16, 64, 32, 8, 1))
+        for rows, kind in itertools.product((16, 64, 1, 8, 32), ("int4", "nf4", "int8"))
         for name, features, size in LLAMA_3_8B
     ]
 

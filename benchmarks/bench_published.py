@@ -63,7 +63,7 @@ from medusa_decoding.gguf_files import find_gguf
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.trees.tree import Tree
 
-SETS = {"mt_bench": "mt_bench.jsonl", "human_eval": "human_eval.jsonl", "gsm8k": "gsm8k_test.parquet",
+SETS = {"mt_bench": "mt_bench.jsonl", "human_eval": "human_eval.jsonl", "gsm8k": "gsm8k_test.*",
         "dev": "dev.jsonl.gz"}  # fmt: skip
 TUNING = "training.jsonl.gz"
 """Its prompts choose settings; no set has any of them."""
