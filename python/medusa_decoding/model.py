@@ -74,8 +74,9 @@ class MedusaModel:
             that was tuned for this device if there is one (see `from_pretrained`), else "auto", or plain decoding
             without heads; `tree_choice` says which, and why.
         backend: how steps run. "eager"; "compiled": through torch.compile, at the first use of each tree; "graph":
-            captured as a CUDA graph at the first use of each tree and cache size; "auto": "graph" on CUDA, else
-            "eager". Captured steps keep their caches between generations, see `free`.
+            captured as a CUDA graph at the first use of each tree and cache size; "auto": "graph" on CUDA if the steps
+            can be captured (see `Backbone.capturable`), else "eager". Captured steps keep their caches between
+            generations, see `free`.
         cache_dtype: "int8" keeps keys and values in 8 bits with a scale per head and token, about half the bytes of
             bfloat16. LOSSY: the text is that of the model with such a cache, whatever the tree. None: the model's
             dtype. It may be set between generations.
@@ -101,7 +102,7 @@ class MedusaModel:
                 self._check_heads(heads)
             self._heads = heads
             self.tree = tree
-            self.backend = backend
+            self.backend = "eager" if backend == "auto" and not self.backbone.capturable else backend
             self.cache_dtype = cache_dtype
             self._steps = Steps(self.backbone, heads)
             self._adaptive: dict[bool, Adaptive] = {}  # by whether tokens are sampled

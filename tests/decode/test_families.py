@@ -45,6 +45,7 @@ def test_greedy_text_is_that_of_transformers(family, monkeypatch):
         assert (backbone.native is None) == backbone.fuse == (family in EXPERTS)
         how = "fused, experts as modules" if family in EXPERTS else "one call of the C++ library"
         assert backbone.said == f"layers: {how} (plain modules)"
+        assert medusa.backend == ("eager" if family in EXPERTS else "auto"), "experts cannot be captured in float32"
         backbone.native, backbone.fuse, backbone.choose_layers = None, True, lambda **_: False
         for parts in (1, 3):
             monkeypatch.setattr(fused_layers, "linear_parts", lambda *_, parts=parts: parts)

@@ -186,6 +186,15 @@ class Backbone:
         return quantised and (obstacle(self.decoder) is not None or fused_layers.has_experts(self.decoder))
 
     @property
+    def capturable(self) -> bool:
+        """Whether steps can be captured as CUDA graphs.
+
+        PyTorch multiplies by a mixture's experts with kernels of its own in bfloat16; in other dtypes it reads on the
+        host how many tokens each expert has.
+        """
+        return self.dtype == torch.bfloat16 or not fused_layers.has_experts(self.decoder)
+
+    @property
     def lm_head(self) -> nn.Module:
         """The current `lm_head`, including an adapter that wraps it and what the family does to its logits.
 
