@@ -111,7 +111,7 @@ def check(
         assert mine.dtype == torch.float32
         assert_within_twice(mine, in_precision.to(dtype).to(device), wanted, largest + of_sum)
     assert got[0].dtype == torch.int64
-    scored = exact if noise is None else exact + noise.double()
+    scored = exact if noise is None else exact + noise.double().cpu()
     # Another token may be chosen only if the errors of both logits together can exchange them.
     error = max(2 * (plain - exact).abs().max().item(), torch.finfo(dtype).eps * largest)
     taken = scored.gather(-1, got[0].cpu()[..., None])[..., 0]

@@ -682,7 +682,7 @@ def test_without_heads_it_decodes_plainly() -> None:
 @pytest.mark.gpu
 def test_captured_steps_serve_rows_that_come_and_go() -> None:
     base = tiny(max_position_embeddings=160).cuda()
-    model = MedusaModel(base, heads_for(base))
+    model = MedusaModel(base, heads_for(base).cuda())
     asked, drawn = jobs(40, 3), random.Random(3)
     expected = [alone(model, prompt, **settings) for prompt, settings in asked]
     with Engine(model, slots=6, stall_seconds=0.0) as engine:
