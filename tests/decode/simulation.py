@@ -79,6 +79,8 @@ class Simulation:
         late: how many steps are chosen before a step is observed.
         noise: of what is observed, in the logarithm; the time that counts has none.
         disturbed: (step of the generation, nodes, seconds) to the seconds that are observed.
+        making: the time of capturing a step before it runs for the first time; 0 if steps need not be.
+        made: nodes of the steps that were captured.
         chosen: nodes of each step of the last generation.
     """
 
@@ -87,6 +89,8 @@ class Simulation:
     late: int = 0
     noise: float = 0.0
     disturbed: Callable[[int, int, float], float | None] = lambda step, nodes, seconds: seconds
+    making: float = 0.0
+    made: set[int] = field(default_factory=set)
     chosen: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -100,7 +104,7 @@ class Simulation:
         counts, clock, unseen = [1] * len(rows), 0.0, []
         self.chosen = []
         while min(counts) < tokens:
-            tree = policy.choose()
+            tree = policy.choose((lambda tree: tree.num_nodes in self.made) if self.making else None)
             new_tokens = []
             for row, heads in enumerate(rows):
                 if counts[row] < tokens:
@@ -109,8 +113,11 @@ class Simulation:
                     new_tokens.append(new)
             nodes = tree.num_nodes
             seconds = self.times[nodes] * math.exp(self.noise * self.draws.gauss(0, 1))
-            unseen.append((tree, self.disturbed(len(self.chosen), nodes, seconds), new_tokens))
-            clock += self.times[nodes]
+            making = 0.0 if nodes in self.made else self.making
+            self.made.add(nodes)
+            observed = self.disturbed(len(self.chosen), nodes, seconds)
+            unseen.append((tree, None if observed is None else observed + making, new_tokens, making > 0))
+            clock += self.times[nodes] + making
             self.chosen.append(nodes)
             while len(unseen) > self.late:
                 policy.observe(*unseen.pop(0))

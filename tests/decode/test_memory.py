@@ -278,6 +278,23 @@ def test_cached_states_are_dropped_before_a_request_is_refused(backbone, room):
     assert pool.first_capacity(sizes, 20, held=states[1]) == 2000
 
 
+def test_more_states_are_kept_if_they_are_small(backbone, room, monkeypatch):
+    room.free = 10**9
+    pool, sizes = StatePool(backbone, keep=2), Sizes([5], 10)
+    states = [pool.acquire(sizes, rows) for rows in (64, 128, 256, 512)]
+    for state in states:
+        pool.release(state)
+    assert pool._idle == states
+    monkeypatch.setattr(pools, "SMALL_STATES", sum(state.cache.nbytes for state in states[1:]))
+    assert pool.acquire(sizes, 512) is states[3]
+    pool.release(states[3])
+    assert pool._idle == states[1:], "the oldest one went"
+    larger = pool.acquire(sizes, 1024)
+    assert pool._idle == states[3:], "a new one needs room"
+    pool.release(larger)
+    assert pool._idle == [states[3], larger], "as many as were asked for are kept, however large"
+
+
 def test_the_first_cache_is_as_small_as_growth_allows(backbone, room):
     """Small and growing if the last move fits, full size if only the last cache does, refused if neither does."""
     pool, sizes = StatePool(backbone, keep=0), Sizes([40, 3000], 7000, spare=70)

@@ -9,15 +9,19 @@ from collections.abc import Callable
 import pytest
 from simulation import BETTER, DEVICES, GOOD, GPU, USELESS, Heads, Simulation, commit, preempted
 
-from medusa_decoding.decode.adaptive.acceptance import TreeSet
+from medusa_decoding.decode.adaptive.acceptance import MADE_SIZES, SIZES, TreeSet
 from medusa_decoding.decode.adaptive.policy import Adaptive
 from medusa_decoding.decode.adaptive.step_times import StepTimes
 from medusa_decoding.decode.policy import FixedTree
 
 
-def adaptive(accuracies: Heads = GOOD, times: StepTimes | None = None, independent: bool = False) -> Adaptive:
-    tree_set = TreeSet(accuracies)
-    return Adaptive(tree_set, times or StepTimes("device", "model"), independent)
+def adaptive(
+    accuracies: Heads = GOOD,
+    times: StepTimes | None = None,
+    independent: bool = False,
+    sizes: tuple[int, ...] = SIZES,
+) -> Adaptive:
+    return Adaptive(TreeSet(accuracies, sizes=sizes), times or StepTimes("device", "model"), independent)
 
 
 def always(heads: Heads) -> Callable[[int], Heads]:
@@ -152,6 +156,33 @@ def test_a_server_is_near_the_best_fixed_tree_at_any_load(heads, time_of, client
     first, later = (Simulation({}, noise=0.03).serve(policy, clients, heads, time_of, 10000) for _ in range(2))
     assert first > 0.93 * max(rates.values())
     assert later > 0.96 * max(rates.values())
+
+
+# (f) Steps that must be captured, which takes as long as many steps
+
+
+@pytest.mark.parametrize("making", [30.0, 100.0, 1000.0])
+@pytest.mark.parametrize(("heads", "least"), [(GOOD, 0.8), (BETTER, 0.7), (USELESS, 1.08)])
+def test_a_step_is_captured_once_it_could_have_saved_more_than_that_takes(heads, least, making):
+    """Over plain decoding, which is captured as well: hardly slower at any time, and soon as fast as trees are."""
+    simulation, policy = Simulation(GPU, late=1, making=making), adaptive(sizes=MADE_SIZES)
+    clock, plain = 0.0, making
+    for generation in range(max(16, int(making / 10))):
+        clock, plain = clock + simulation.generate(policy, [always(heads)], 256), plain + 255
+        assert clock <= 1.25 * plain, generation
+    assert clock <= least * plain
+    assert len(simulation.made) <= 3
+
+
+def test_in_a_cache_of_another_size_the_best_tree_is_captured_first_and_alone():
+    simulation, policy = Simulation(GPU, making=100.0), adaptive(BETTER, sizes=MADE_SIZES)
+    for _ in range(16):
+        simulation.generate(policy, [always(BETTER)], 256)
+    simulation.made, begin = set(), policy.begin
+    policy.begin = lambda *args, rows, **kwargs: begin(*args, rows=2 * rows, **kwargs)  # type: ignore[method-assign]
+    simulation.generate(policy, [always(BETTER)], 128)
+    assert len(simulation.made) == 1
+    assert simulation.made < set(MADE_SIZES)
 
 
 def test_a_grown_cache_starts_from_known_step_times():

@@ -65,6 +65,7 @@ class StepResult(NamedTuple):
     tree: Tree
     seconds: float | None
     committed: Sequence[int]
+    made: bool
 
 
 class Runtime(Protocol):
@@ -86,6 +87,9 @@ class Runtime(Protocol):
 
     def step(self, tree: Tree) -> Step:
         """Return the step for a tree."""
+
+    def made(self, tree: Tree) -> bool:
+        """Return whether the tree's step can run as it is, or has to be compiled or captured first."""
 
     def read(self, tree: Tree | None = None, made: bool = False, wait: bool = False) -> list[StepResult]:
         """Record what was just launched and return the steps whose results have become known.
@@ -128,7 +132,7 @@ def decode_loop(
     runtime.read(wait=policy.timed)
     policy.begin(runtime.work, batch=len(prompts), rows=state.cache.capacity)
     while not runtime.ended:
-        tree = policy.choose()
+        tree = policy.choose(runtime.made)
         rows, state = state.cache.capacity, runtime.make_room()
         if state.cache.capacity != rows:
             policy.grown(state.cache.capacity)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from medusa_decoding.trees.tree import Tree
 
@@ -33,18 +33,23 @@ class Policy:
     def resized(self, batch: int) -> None:
         """Continue with another number of sequences, some of which may be new (see `serving.engine`)."""
 
-    def choose(self) -> Tree:
-        """Return the tree of the next step."""
+    def choose(self, made: Callable[[Tree], bool] | None = None) -> Tree:
+        """Return the tree of the next step.
+
+        Args:
+            made: whether a tree's step is compiled or captured already; None where steps need not be.
+        """
         raise NotImplementedError
 
-    def observe(self, tree: Tree, seconds: float | None, committed: Sequence[int]) -> None:
+    def observe(self, tree: Tree, seconds: float | None, committed: Sequence[int], made: bool = False) -> None:
         """Learn from a finished step. Steps are reported in the order they were chosen, on a GPU one step late.
 
         Args:
             tree: what `choose` returned for it.
             seconds: how long the device worked on the step, on a CPU without the time that other programs had its core;
-                None if that says nothing (the step was compiled or captured in this call).
+                None if that was not measured.
             committed: tokens committed by each row that had not ended before the step, the root's included.
+            made: whether the step was compiled or captured within these seconds.
         """
 
 
@@ -54,6 +59,6 @@ class FixedTree(Policy):
     def __init__(self, tree: Tree) -> None:
         self.trees = (tree,)
 
-    def choose(self) -> Tree:
+    def choose(self, made: Callable[[Tree], bool] | None = None) -> Tree:
         """Return the tree."""
         return self.trees[0]

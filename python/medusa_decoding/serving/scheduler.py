@@ -23,7 +23,7 @@ import torch
 from medusa_decoding.decode.policy import FixedTree, Policy
 from medusa_decoding.decode.prefill import PREFILL_CHUNK, prefill_chunks
 from medusa_decoding.decode.runtime.progress import Progress, Watch
-from medusa_decoding.decode.runtime.steps import Steps
+from medusa_decoding.decode.runtime.steps import Steps, is_made
 from medusa_decoding.decode.state import DecodeState
 from medusa_decoding.decode.verify import HostTokenSelector
 from medusa_decoding.generation.session import common_length
@@ -315,7 +315,7 @@ class Scheduler:
         view = self.slots.rows(first, first + width)
         selector, limits = group.prepare(width, device, self.slots.temperatures[first : first + width])
         policy = self._policy(group)
-        tree = policy.choose()
+        tree = policy.choose(lambda tree: is_made(self._step_for(tree), view, selector, limits))
         watch = group.watch = group.watch or Watch(self.slots.state, timed=True)
         watch.start(view)
         view.step.zero_()
@@ -342,9 +342,8 @@ class Scheduler:
                     self.groups.leave(row)
                 if finish != "error":
                     committed.append(len(row.new))
-            seconds = None if launched.made else progress.work
             self.counts.row_steps[launched.tree.num_nodes] += len(committed)
-            launched.policy.observe(launched.tree, seconds, committed)
+            launched.policy.observe(launched.tree, progress.work, committed, launched.made)
 
     def _take(
         self,

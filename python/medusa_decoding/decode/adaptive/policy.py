@@ -9,7 +9,7 @@ import math
 import operator
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from medusa_decoding.decode.adaptive.acceptance import AcceptanceModel, TreeSet
 from medusa_decoding.decode.adaptive.step_times import Profile, StepTimes
@@ -36,6 +36,8 @@ CHECK_FIRST, CHECK_LAST = 4, 64
 """Steps after which another size is timed again: first, and at most; one more after each check."""
 CHECK_RATE = 0.7
 """Part of the best rate that another tree must seem to reach to be timed again."""
+PATIENCE_TO_MAKE = 2.0
+"""How many times the making of a step it could have saved before it is made."""
 
 
 class Adaptive(Policy):
@@ -58,6 +60,12 @@ class Adaptive(Policy):
     heads would give; probes that do not pay make the next ones rarer. While trees are used, the other sizes are timed
     now and then, plain decoding included.
 
+    Steps that must be made: where a tree's step is compiled or captured for each cache size, that takes as long as many
+    steps (on an H200 a capture took 100 plain steps of a model with 135M parameters). So a tree whose step is not made
+    yet waits until it could have saved `PATIENCE_TO_MAKE` times what that takes, over all generations, and meanwhile
+    the best one that is made runs. Trees are timed again only if they are made, and a probe earns the making of its
+    step first. In a cache of another size, where nothing is made, the tree is made that was best before.
+
     The choices depend on the observations alone, so processes that observe the same choose the same.
 
     Args:
@@ -77,7 +85,7 @@ class Adaptive(Policy):
         self._nodes = [tree.num_nodes for tree in self.trees]
         self._index = {id(tree): index for index, tree in enumerate(self.trees)}
         self._good_heads = [tokens - 1.0 for tokens in self.acceptance.tokens]
-        self._lost = self._elapsed = self._probe_credit = 0.0
+        self._lost = self._elapsed = self._probe_credit = self._forgone = 0.0
         self._vain_probes = 0
         self._profile: Profile | None = None
         self.begin()
@@ -109,8 +117,9 @@ class Adaptive(Policy):
             self._profile, self._since_check = profile, 0
         self._refresh(profile)
 
-    def choose(self) -> Tree:
-        """Return the tree of the next step."""
+    def choose(self, made: Callable[[Tree], bool] | None = None) -> Tree:
+        """Return the tree of the next step; see `Policy`."""
+        self._made = made if made is not None and self._making else None
         index, probe = self._pick() if self._plain else (0, False)
         self._unseen.append((index, self._risk[index], probe))
         return self.trees[index]
@@ -131,7 +140,7 @@ class Adaptive(Policy):
         tried = [known or index == untimed for index, known in enumerate(self._timed)]
         affordable = [index for index, risk in enumerate(self._risk) if risk <= allowed and tried[index]]
         rates = self._rates
-        best = max(affordable, key=rates.__getitem__, default=0)
+        best = self._worth_making(max(affordable, key=rates.__getitem__, default=0), affordable)
         if best:
             profile = self._profile
             assert profile is not None
@@ -139,15 +148,35 @@ class Adaptive(Policy):
             if self._since_check < min(CHECK_FIRST + profile.checks, CHECK_LAST):
                 return best, False
             self._since_check, profile.checks = 0, profile.checks + 1
-            others = [index for index in affordable if not index or rates[index] > CHECK_RATE * rates[best]]
-            return others[profile.checks % len(others)], False
+            others = [
+                index for index in affordable
+                if (not index or rates[index] > CHECK_RATE * rates[best]) and self._is_made(index)
+            ]  # fmt: skip
+            return others[profile.checks % len(others)] if others else best, False
         probe = max(affordable[1:], key=lambda index: self._good_heads[index] / self._risk[index], default=0)
-        self._probe_credit = min(self._probe_credit, 1.5 * self._risk[probe])
-        if waiting or self._probe_credit < self._risk[probe]:
+        price = self._risk[probe] + (0.0 if self._is_made(probe) else self._making)
+        self._probe_credit = min(self._probe_credit, 1.5 * price)
+        if waiting or self._probe_credit < price:
             return 0, False
         return probe, bool(probe)
 
-    def observe(self, tree: Tree, seconds: float | None, committed: Sequence[int]) -> None:
+    def _is_made(self, index: int) -> bool:
+        return self._made is None or self._made(self.trees[index])
+
+    def _worth_making(self, best: int, affordable: Sequence[int]) -> int:
+        """Return the best tree if its step is made or should be now, else the best of those that are made."""
+        if self._is_made(best):
+            return best
+        made = [index for index in {0, *affordable} if self._is_made(index)]
+        if made:  # else another step would have to be made just as well
+            other = max(made, key=self._rates.__getitem__)
+            self._forgone += self._charges[other] * (1.0 - self._rates[other] / self._rates[best])
+            if self._forgone < PATIENCE_TO_MAKE * self._making:
+                return other
+        self._forgone = 0.0
+        return best
+
+    def observe(self, tree: Tree, seconds: float | None, committed: Sequence[int], made: bool = False) -> None:
         """Learn from a step; see `Policy`.
 
         Raises:
@@ -162,7 +191,10 @@ class Adaptive(Policy):
             return
         profile = self._profile
         assert profile is not None
-        if seconds is not None and profile.observe(tree.num_nodes, seconds):
+        if made and seconds is not None:
+            self.times.making = min(self.times.making or seconds, seconds)
+            self._refresh(profile)
+        elif seconds is not None and profile.observe(tree.num_nodes, seconds):
             self._refresh(profile)
         cost = self._charges[index]
         self._elapsed += cost
@@ -197,6 +229,7 @@ class Adaptive(Policy):
         """Read the current step times, as multiples of a plain step."""
         estimates, timed = profile.estimates(self._nodes), profile.known()
         self._plain = plain = estimates[0][0] if estimates else 0.0
+        self._making = self.times.making / plain if plain else 0.0
         self._timed = [nodes in timed for nodes in self._nodes]
         self._costs, self._risk, self._charges = [1.0 / PLAIN_MARGIN], [0.0], [1.0]
         for nodes, (hopeful, careful) in zip(self._nodes[1:], estimates[1:], strict=False):

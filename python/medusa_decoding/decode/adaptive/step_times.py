@@ -158,11 +158,16 @@ class StepTimes:
     Args:
         device: names the device and how steps run there, for example "NVIDIA H200, graph".
         model: names the model with its dtype and heads. A file is read for the same two names only.
+
+    Attributes:
+        making: the fewest seconds of a step that was compiled or captured first; 0 before there was one. The first one
+            may take much longer than others, because it loads or compiles kernels. It is not stored.
     """
 
     def __init__(self, device: str = "", model: str = "") -> None:
         self.device = device
         self.model = model
+        self.making = 0.0
         self._profiles: dict[tuple[int, int], Profile] = {}
 
     def profile(self, batch: int, rows: int) -> Profile:

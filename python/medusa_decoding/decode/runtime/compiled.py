@@ -36,9 +36,7 @@ class CompiledStep:
         if isinstance(selector, HostTokenSelector):
             self.step(state, selector, limits)
             return False
-        cache = state.cache
-        text = None if state.text is None else state.text.tokens.shape
-        key = (cache.kv.shape, cache.cos.shape, state.output.shape, text, limits.key, selector.key)
+        key = _key(state, selector, limits)
         if key in self._graphs:
             self._graphs[key](state, selector, limits)
             return False
@@ -50,6 +48,10 @@ class CompiledStep:
             del self._graphs[next(iter(self._graphs))]
         self._graphs[key] = graph
         return True
+
+    def is_made(self, state: DecodeState, selector: TokenSelector, limits: Limits) -> bool:
+        """Return whether the step is compiled for a state's shapes, or runs eagerly."""
+        return isinstance(selector, HostTokenSelector) or _key(state, selector, limits) in self._graphs
 
     def _compile(self) -> Step:
         step = self.step
@@ -63,3 +65,9 @@ class CompiledStep:
         # What dynamo compiles, weights included, and the code object keep each other alive until it is told to let go.
         weakref.finalize(self, reset_code, code).atexit = False
         return torch.compile(fresh, fullgraph=True, dynamic=False)
+
+
+def _key(state: DecodeState, selector: TokenSelector, limits: Limits) -> tuple[object, ...]:
+    """Return what a compiled step is made for."""
+    cache, text = state.cache, None if state.text is None else state.text.tokens.shape
+    return cache.kv.shape, cache.cos.shape, state.output.shape, text, limits.key, selector.key

@@ -119,6 +119,10 @@ class CapturedStep:
             captured.graphs[1].replay()
         return new
 
+    def is_made(self, state: DecodeState, selector: TokenSelector, limits: Limits) -> bool:
+        """Return whether the step is captured over a state."""
+        return (self, limits.key, selector.key) in state.captured
+
     def _capture(self, state: DecodeState, selector: TokenSelector, limits: Limits) -> Captured:
         if self.backbone.peers.size > 1:
             self._agree(state, selector, limits)

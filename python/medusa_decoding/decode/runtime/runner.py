@@ -14,7 +14,7 @@ from medusa_decoding.decode.policy import Policy
 from medusa_decoding.decode.propose import places
 from medusa_decoding.decode.runtime.memory import Sizes
 from medusa_decoding.decode.runtime.progress import RowReader, Watch
-from medusa_decoding.decode.runtime.steps import Backend, Steps
+from medusa_decoding.decode.runtime.steps import Backend, Steps, is_made
 from medusa_decoding.decode.runtime.streaming import Observer
 from medusa_decoding.decode.state import DecodeState
 from medusa_decoding.decode.verify import TokenSelector, refuse_broken
@@ -79,7 +79,7 @@ class Runner:
         self.seconds: list[float] = []
         self.work = 0.0
         self.ended = False
-        self._agree = steps.backbone.peers.agree
+        self._agree, self._kind = steps.backbone.peers.agree, (selector, limits)
         self._take_earlier, self._seeds, self._observer = take_earlier, seeds, observer
         self._timed = timed or policy.timed
         self._unread: deque[tuple[Tree, bool]] = deque()  # and whether the step was made in this call
@@ -119,6 +119,11 @@ class Runner:
             self.pool.release(smaller)
         return self.state
 
+    def made(self, tree: Tree) -> bool:
+        """See `loop.Runtime`."""
+        assert self.state is not None
+        return is_made(self.step(tree), self.state, *self._kind)
+
     def read(self, tree: Tree | None = None, made: bool = False, wait: bool = False) -> list[StepResult]:
         """See `loop.Runtime`."""
         assert self.state is not None
@@ -139,7 +144,7 @@ class Runner:
                 self.work += work
             if self._reads > 0:
                 tree, made = self._unread.popleft()
-                results.append(StepResult(tree, None if made else work, committed))
+                results.append(StepResult(tree, work, committed, made))
             self._reads += 1
             for place in self._observer(self.rows) if self._observer else ():
                 self.state.cut(place, self.rows[place].count)

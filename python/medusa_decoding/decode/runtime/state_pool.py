@@ -16,6 +16,9 @@ from medusa_decoding.backbone.kv_cache import Tables, TreeCache, bucket, reusabl
 from medusa_decoding.decode.runtime.memory import UNCHECKED, MemoryUse, Sizes, available, memory_use, size
 from medusa_decoding.decode.state import DecodeState
 
+MOST_STATES, SMALL_STATES = 8, 2**29
+"""Idle states that are kept at most, and the bytes of their caches up to which more are than was asked for."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -24,7 +27,8 @@ class StatePool:
 
     Args:
         backbone: the model that they are for.
-        keep: how many recent states to keep between generations; 0 allocates each again.
+        keep: how many recent states to keep between generations, and more if they are small: a step captured again for
+            each size of the cache would take as long as many steps. 0 allocates each again.
     """
 
     def __init__(self, backbone: Backbone, keep: int) -> None:
@@ -153,7 +157,7 @@ class StatePool:
         """Take back a state that is no longer used; an interrupted caller may do so twice."""
         if state not in self._idle:
             self._idle.append(state)
-        del self._idle[: max(0, len(self._idle) - self.keep)]
+        self._trim()
 
     def track(self, state: DecodeState) -> None:
         """Drop graphs captured over a state too that was not made here: a view of a lent one."""
@@ -177,6 +181,16 @@ class StatePool:
             (*state.cache.kv.shape, *state.output.shape, [(places.get(id(key[0])), *key[1:]) for key in state.captured])
             for state in self._idle
         ]
+
+    def _trim(self, more: int = 0, more_bytes: int = 0) -> None:
+        """Free the oldest idle states that are too many, next to `more` other states of so many bytes."""
+        if self.keep == 0:
+            self._idle.clear()
+        while len(self._idle) + more > self.keep and self._idle:
+            held = more_bytes + sum(state.cache.nbytes for state in self._idle)
+            if len(self._idle) + more <= MOST_STATES and held <= SMALL_STATES:
+                break
+            del self._idle[0]
 
     def _available(self) -> int | None:
         """Return the bytes left on the device; of several processes, in the one with the least, so that they agree."""
@@ -208,8 +222,8 @@ class StatePool:
 
     def _free_memory(self, sizes: Sizes, rows: int) -> None:
         """Check that a state fits; free idle ones as far as they are in the way."""
-        del self._idle[: max(0, len(self._idle) - self.keep + 1)]
         use = memory_use(self.backbone, sizes, rows)
+        self._trim(1, use.lasting)
         logger.info("memory: %s", use)
         if use.total <= UNCHECKED:
             return

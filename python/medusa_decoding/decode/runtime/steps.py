@@ -14,11 +14,14 @@ import torch
 
 from medusa_decoding.backbone.backbone import Backbone
 from medusa_decoding.backbone.tensor_parallel import local_part
+from medusa_decoding.decode.limits import Limits
 from medusa_decoding.decode.loop import Step, decode_step, plain_step
 from medusa_decoding.decode.runtime.compiled import CompiledStep
 from medusa_decoding.decode.runtime.cuda_graph import CapturedStep
 from medusa_decoding.decode.runtime.state_pool import StatePool
+from medusa_decoding.decode.state import DecodeState
 from medusa_decoding.decode.tree_tensors import TreeTensors
+from medusa_decoding.decode.verify import TokenSelector
 from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.options import BACKENDS
 from medusa_decoding.trees.tree import Tree
@@ -52,6 +55,11 @@ def resolve_backend(backend: Backend, device: torch.device, processes: int = 1) 
     if backend == "graph" and device.type != "cuda":
         raise ValueError(f"backend: expected 'auto', 'eager' or 'compiled' on {device.type}, got 'graph'")
     return backend
+
+
+def is_made(step: Step, state: DecodeState, selector: TokenSelector, limits: Limits) -> bool:
+    """Return whether a step needs not be compiled or captured before it runs over a state."""
+    return not isinstance(step, CapturedStep | CompiledStep) or step.is_made(state, selector, limits)
 
 
 class Steps:
