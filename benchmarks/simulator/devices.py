@@ -130,11 +130,11 @@ DEVICES: dict[str, Device] = {
         replace(
             H200,
             name="h200-attained",
-            linear=Attained(bandwidth=0.84, fixed_us=2.8),
-            attention=Attained(bandwidth=0.84, fixed_us=2.8),
+            linear=Attained(bandwidth=0.84, fixed_us=2.6),
+            attention=Attained(bandwidth=0.84, fixed_us=2.6),
             source="data sheet, SXM; share and fixed time fitted to this project's plain steps, whose layers are 5 "
-            f"operators in 9 launches; launch: estimate, 5 x 2.8 / 9 microseconds; {_ESTIMATE}",
-            launch_us=1.6,
+            f"operators in 9 launches; launch: estimate, 5 x 2.6 / 9 microseconds; {_ESTIMATE}",
+            launch_us=1.4,
         ),
     )
 }
