@@ -140,16 +140,16 @@ class CrossEntropy:
         if self._top:
             rank = _rank(logits, chosen, index) if self._top > 1 else _first_or_not(logits, chosen, index)
             self.hits[head] += ((rank[:, None] <= self._ranks) & valid[:, None]).sum(0)
-        # The logarithm of a likely candidate's probability gives that of the target's, however small it is: one pass
-        # of softmax, several times as fast on a CPU as `logsumexp` and `exp`.
-        likely, place = logits.max(1, keepdim=True)
+        # The logarithm of the largest probability gives that of the target's, however small it is: one pass of softmax,
+        # several times as fast on a CPU as `logsumexp` and `exp`.
+        largest = logits.amax(1, keepdim=True)
         probabilities = torch.softmax(logits, 1, out=logits if wants_gradient else None)
-        loss = likely - chosen - probabilities.gather(1, place).log()
+        loss = largest - chosen - probabilities.amax(1, keepdim=True).log()
         loss = loss.squeeze(1).masked_fill(~valid, 0.0).sum()
         self.sums[head] += loss
         if wants_gradient:
             probabilities.scatter_(1, index, probabilities.gather(1, index) - 1)
-            probabilities.masked_fill_(~valid[:, None], 0.0)
+            probabilities.mul_(valid[:, None])
         return loss
 
 
