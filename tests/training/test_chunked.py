@@ -21,6 +21,7 @@ from formulas import (
     random_weight,
 )
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from medusa_decoding.training.data.targets import IGNORE
 from medusa_decoding.training.loss.language import distillation_loss, language_loss, without_adapter
@@ -121,10 +122,32 @@ def errors_of_ours_and_pytorch(case, dtype, device):
     ]
 
 
+@pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("case", ["own", "shared, trimmed"])
-def test_bf16_is_as_exact_as_pytorch_on_full_logits(case):
+def test_bf16_is_as_exact_as_pytorch_on_full_logits(case, fast, monkeypatch):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: fast)
     for error, allowed in errors_of_ours_and_pytorch(case, torch.bfloat16, "cpu"):
         assert 0 < error <= 2 * allowed + 1e-9, (error, allowed)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_bf16_products_on_a_cpu(fast, monkeypatch):
+    """Logits are fp32; with instructions for bfloat16 it is allowed inside their products alone."""
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: fast)
+    settings, seen = torch.backends.mkldnn.matmul, set()
+    before = settings.fp32_precision
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.mm.default:
+                seen.add((args[0].dtype, settings.fp32_precision))
+            return func(*args, **(kwargs or {}))
+
+    hidden, labels = random_text(dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16), Products():
+        medusa_loss(hidden, random_heads(dtype=torch.float32), labels)
+    assert seen == {(torch.float32, "bf16" if fast else before), (torch.bfloat16 if fast else torch.float32, before)}
+    assert settings.fp32_precision == before
 
 
 @pytest.mark.gpu

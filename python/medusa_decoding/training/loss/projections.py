@@ -2,11 +2,15 @@
 
 Rounding: with 16-bit weights the operands of the three products (logits, gradient of the states, gradient of the
 weights) are 16-bit, their sums fp32. The gradient of the logits is rounded to 16 bits before its products while it
-still lies in [-1, 1]; weights and means are factors applied afterwards, in fp32.
+still lies in [-1, 1]; weights and means are factors applied afterwards, in fp32. A CPU has no such products: there
+logits are fp32 products, of bfloat16 operands if that is faster. If it has instructions for bfloat16, the results of
+the other two products are rounded to bfloat16, as those of autocast are; otherwise they are fp32 products too.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -85,15 +89,30 @@ def compute_type(states: Tensor) -> torch.dtype:
     return states.dtype
 
 
-def _operand(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    # Only CUDA multiplies 16-bit matrices into fp32; elsewhere the rounded values are widened first.
-    rounded = tensor.to(dtype)
-    return rounded if dtype not in _HALF or rounded.is_cuda else rounded.float()
+def _operand_types(dtype: torch.dtype, device: torch.device) -> tuple[torch.dtype, torch.dtype]:
+    """Return the types of the operands of logits, and of gradients, for products in `dtype`."""
+    if device.type == "cuda" or dtype not in _HALF:
+        return dtype, dtype
+    return torch.float32, dtype if dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported() else torch.float32
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     with torch.autocast(a.device.type, enabled=False):
-        return torch.mm(a, b, out_dtype=torch.float32) if a.dtype in _HALF else torch.mm(a, b)
+        if a.dtype not in _HALF:
+            return torch.mm(a, b)
+        return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.mm(a, b).float()
+
+
+@contextlib.contextmanager
+def _rounded() -> Iterator[None]:
+    """Let oneDNN round the operands of fp32 products to bfloat16 where that is faster, in all threads meanwhile."""
+    settings: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = settings.fp32_precision
+    settings.fp32_precision = "bf16"
+    try:
+        yield
+    finally:
+        settings.fp32_precision = before
 
 
 class Matrix:
@@ -109,30 +128,34 @@ class Matrix:
         self.size = weight.shape[-2] if token_map is None else len(token_map)
         self.parameters: tuple[Tensor, ...] = (weight,)
         self._weight, self._dtype, self._map = weight.detach(), dtype, token_map
+        self._types = _operand_types(dtype, weight.device)
         self._trains, self._per_head = weight.requires_grad, weight.ndim == 3
-        self._operands: tuple[int, Tensor] | None = None
+        self._operands: tuple[int, dict[torch.dtype, Tensor]] = -1, {}
         self._gradient: Tensor | None = None
         self._sum: Tensor | None = None
         self._states = weight.new_empty(0)
         self._pending: list[tuple[Tensor, Tensor]] = []  # gradients of logits, states
 
-    def _matrix(self, head: int) -> Tensor:
+    def _matrix(self, head: int, dtype: torch.dtype) -> Tensor:
         key = head if self._per_head else 0
-        if self._operands is None or self._operands[0] != key:
-            self._operands = None
+        if self._operands[0] != key:
+            self._operands = key, {}
+        made = self._operands[1]
+        if dtype not in made:
             weight = self._weight[head] if self._per_head else self._weight
-            rows = weight if self._map is None else weight.index_select(0, self._map)
-            self._operands = key, _operand(rows, self._dtype)
-        return self._operands[1]
+            made[dtype] = (weight if self._map is None else weight.index_select(0, self._map)).to(dtype)
+        return made[dtype]
 
     def logits(self, head: int, rows: slice, states: Tensor, wants_gradient: bool) -> Tensor:
         """Multiply by the matrix; see `Projection`."""
-        self._states = _operand(states, self._dtype)
-        return _product(self._states, self._matrix(head).t())
+        kind, of_gradients = self._types
+        self._states = states.to(of_gradients)
+        with contextlib.nullcontext() if kind == of_gradients else _rounded():
+            return _product(states.to(kind), self._matrix(head, kind).t())
 
     def backward(self, head: int, rows: slice, gradient: Tensor, scale: Tensor) -> Tensor:
         """Multiply by the matrix' transpose, and keep what the gradient of the matrix needs; see `Projection`."""
-        gradient = _operand(gradient, self._dtype)
+        gradient = gradient.to(self._types[1])
         if self._trains:
             # With slabs, half of [V', H] keeps the peak below that of one product [V', H] per chunk.
             room = gradient.shape[1] * self._states.shape[1] * sum_type(self._dtype).itemsize // 2
@@ -140,7 +163,7 @@ class Matrix:
             self._pending_scale = scale
             if sum(pending.nbytes for pending, _ in self._pending) + gradient.nbytes > room:
                 self._add_pending(head)
-        return _product(gradient, self._matrix(head)).mul_(scale)
+        return _product(gradient, self._matrix(head, self._types[1])).mul_(scale)
 
     def _add_pending(self, head: int) -> None:
         """Add the matrix' gradient of the pending chunks, in one product per slab of the vocabulary.
@@ -164,7 +187,7 @@ class Matrix:
         if self._per_head and self._weight.dtype == kind:
             return self._whole_gradient()[head]
         if self._sum is None:
-            self._sum = torch.zeros_like(self._matrix(head), dtype=kind)
+            self._sum = torch.zeros_like(self._matrix(head, self._types[1]), dtype=kind)
         return self._sum
 
     def _whole_gradient(self) -> Tensor:
@@ -184,7 +207,7 @@ class Matrix:
         if not self._trains:
             return [None]
         shared = None if self._per_head else self._sum
-        self._sum = self._operands = None
+        self._sum, self._operands = None, (-1, {})
         if shared is None:
             return [self._whole_gradient()]
         shared = shared.to(self._weight.dtype)
