@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from medusa_decoding.training.data.targets import IGNORE
+from medusa_decoding.training.loss import projections
 from medusa_decoding.training.loss.language import distillation_loss, language_loss, without_adapter
 from medusa_decoding.training.loss.medusa import medusa_loss
 
@@ -130,10 +131,21 @@ def test_bf16_is_as_exact_as_pytorch_on_full_logits(case, fast, monkeypatch):
         assert 0 < error <= 2 * allowed + 1e-9, (error, allowed)
 
 
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
+def test_fp32_products_by_onednn(monkeypatch):
+    monkeypatch.setattr(projections, "_mkl_is_slow", lambda: True)
+    heads, (hidden, labels) = random_heads(dtype=torch.float32), random_text(dtype=torch.float32)
+    hidden.requires_grad_()
+    loss = medusa_loss(hidden, heads, labels, chunk=5, through_backbone=True).loss
+    expected = plain_loss(hidden, heads, labels)
+    assert_equal_gradients(loss, expected, [hidden, *heads.parameters()], rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("fast", [False, True])
 def test_bf16_products_on_a_cpu(fast, monkeypatch):
     """Logits are fp32; with instructions for bfloat16 it is allowed inside their products alone."""
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: fast)
+    monkeypatch.setattr(projections, "_mkl_is_slow", lambda: False)
     settings, seen = torch.backends.mkldnn.matmul, set()
     before = settings.fp32_precision
 

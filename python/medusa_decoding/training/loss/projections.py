@@ -9,8 +9,7 @@ the other two products are rounded to bfloat16, as those of autocast are; otherw
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+import functools
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.linears.reading import plain_weight
+from medusa_decoding.provenance import cpu_name
 
 SLABS = 8
 """The gradient of a weight is computed in this many parts of the vocabulary, to keep products small."""
@@ -98,21 +98,30 @@ def _operand_types(dtype: torch.dtype, device: torch.device) -> tuple[torch.dtyp
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
     with torch.autocast(a.device.type, enabled=False):
-        if a.dtype not in _HALF:
-            return torch.mm(a, b)
-        return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.mm(a, b).float()
+        if a.dtype in _HALF:
+            return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else torch.mm(a, b).float()
+        if a.dtype == torch.float32 and a.device.type == "cpu" and _mkl_is_slow():
+            return torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
+        return torch.mm(a, b)
 
 
-@contextlib.contextmanager
-def _rounded() -> Iterator[None]:
-    """Let oneDNN round the operands of fp32 products to bfloat16 where that is faster, in all threads meanwhile."""
+def _rounded_product(a: Tensor, b: Tensor) -> Tensor:
+    """Multiply on a CPU, and let oneDNN round the operands to bfloat16 if that is faster: a setting of all threads."""
     settings: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
     before = settings.fp32_precision
     settings.fp32_precision = "bf16"
     try:
-        yield
+        with torch.autocast("cpu", enabled=False):
+            return torch.mm(a, b)
     finally:
         settings.fp32_precision = before
+
+
+@functools.cache
+def _mkl_is_slow() -> bool:
+    """Whether oneDNN multiplies fp32 twice as fast as MKL, which `torch.mm` calls: on AMD's CPUs with AVX-512."""
+    backends, wide = torch.backends, torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return wide and "AMD" in cpu_name() and backends.mkl.is_available() and backends.mkldnn.is_available()
 
 
 class Matrix:
@@ -150,8 +159,8 @@ class Matrix:
         """Multiply by the matrix; see `Projection`."""
         kind, of_gradients = self._types
         self._states = states.to(of_gradients)
-        with contextlib.nullcontext() if kind == of_gradients else _rounded():
-            return _product(states.to(kind), self._matrix(head, kind).t())
+        multiply = _product if kind == of_gradients else _rounded_product
+        return multiply(states.to(kind), self._matrix(head, kind).t())
 
     def backward(self, head: int, rows: slice, gradient: Tensor, scale: Tensor) -> Tensor:
         """Multiply by the matrix' transpose, and keep what the gradient of the matrix needs; see `Projection`."""
