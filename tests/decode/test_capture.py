@@ -106,8 +106,12 @@ def test_everything_captured_has_run_before_on_the_same_stream(fake_cuda, make):
         selector, limits = make(prompt), Limits([20], [0], [99])
         state = medusa._steps.pool.acquire(Sizes([7], 20), 60)
         prefill(medusa.backbone, [prompt], state, selector, limits)
+        step = CapturedStep(eager, tree, medusa.backbone)
+        assert not step.is_made(state, selector, limits)
         with Operations() as operations:
-            assert CapturedStep(eager, tree, medusa.backbone)(state, selector, limits)
+            assert step(state, selector, limits)
+        assert step.is_made(state, selector, limits)
+        assert not step.is_made(medusa._steps.pool.acquire(Sizes([7], 20), 60), selector, limits)
     lm_head = [name for name, shapes, _ in operations.captured if (32, 11) in shapes or (11, 32) in shapes]
     assert lm_head, "the projection to the vocabulary is captured"
     assert operations.captured - operations.before == set()
