@@ -22,7 +22,7 @@ from torch import nn
 
 from medusa_decoding.checks import shown
 from medusa_decoding.linears.logits import logits_projection
-from medusa_kernels import Projection, heads_topk
+from medusa_kernels import Projection, decode_linear, heads_topk
 
 MAX_TOP_K = 32
 ROOT_EPSILON = 1e-6
@@ -225,7 +225,9 @@ class MedusaHeads(nn.Module):
         """Run the residual blocks: hidden [B, H] -> [B, K, H]; `root_embedding` as in `forward`."""
         return self._states(hidden, root_embedding).transpose(0, 1)
 
-    def _root(self, hidden: torch.Tensor, embedding: torch.Tensor | None) -> torch.Tensor | None:
+    def _root(
+        self, hidden: torch.Tensor, embedding: torch.Tensor | None, linear: Callable[..., torch.Tensor] = F.linear
+    ) -> torch.Tensor | None:
         """Return D e of each row's root, [B, root_rank] in the dtype of hidden, or None without a root input."""
         if (embedding is not None) != (self.root_rank > 0):
             wanted = "the root tokens' (the heads have a root_rank)" if self.root_rank else "None (root_rank 0)"
@@ -235,7 +237,7 @@ class MedusaHeads(nn.Module):
         if embedding.shape != hidden.shape:
             raise ValueError(f"root_embedding: expected {list(hidden.shape)}, got {list(embedding.shape)}")
         wide = embedding.to(torch.promote_types(embedding.dtype, torch.float32))
-        return F.linear(F.rms_norm(wide, (self.hidden_size,), eps=ROOT_EPSILON).to(hidden.dtype), self.root_down)
+        return linear(F.rms_norm(wide, (self.hidden_size,), eps=ROOT_EPSILON).to(hidden.dtype), self.root_down)
 
     def _states(self, hidden: torch.Tensor, root_embedding: torch.Tensor | None) -> torch.Tensor:
         # Heads first, [K, B, H]: every product is then one batched matrix product of contiguous blocks.
@@ -329,10 +331,13 @@ class MedusaHeads(nn.Module):
                 tokens = self.token_map[tokens]
             return DraftTokens(values - logits.logsumexp(-1, keepdim=True), tokens)
         gather = self.w2 is None and self.token_map is not None
+        # On a CPU by the threads of the op beside it: those of OpenMP would wait, busily, on the cores that it needs.
+        on_cpu = hidden.device.type == "cpu"
+        root = self._root(hidden, root_embedding, _decode_linear if on_cpu else F.linear)
         best = heads_topk(
             hidden, self.w1, self.b1, projected.weight, k,
             w2_scale=projected.scale, token_map=self.token_map, gather=gather,
-            root=self._root(hidden, root_embedding), w_root=self.root_up, noise=noise,
+            root=root, w_root=self.root_up, noise=noise,
             temperature=temperature, w2_zero=projected.zero, codes=projected.codes, divisor=divisor, softcap=softcap,
         )  # fmt: skip
         return DraftTokens(*best)
@@ -508,6 +513,10 @@ def _one_thread(tensor: torch.Tensor) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+def _decode_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return decode_linear(x, [weight])
 
 
 def _check_token_map(token_map: torch.Tensor, vocab_size: int) -> None:

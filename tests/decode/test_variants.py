@@ -198,6 +198,19 @@ def test_forward_adds_the_parent_term_if_parents_are_given():
         wide_heads(0)[0](hidden, parents=parents)
 
 
+def test_drafts_do_not_depend_on_the_rows_beside_them():
+    """The root's product is `decode_linear`'s, whose rows are the same bits in any batch; PyTorch's are not."""
+    torch.manual_seed(3)
+    heads = MedusaHeads(192, 70, 2, root_rank=96)
+    torch.nn.init.normal_(heads.root_up)
+    torch.nn.init.normal_(heads.w2)
+    hidden, root = torch.randn(3, 192), torch.randn(3, 192)
+    with torch.no_grad():
+        together = heads.propose(hidden, 4, root_embedding=root).logprobs
+        alone = [heads.propose(hidden[b, None], 4, root_embedding=root[b, None]).logprobs for b in range(3)]
+    assert torch.equal(together, torch.cat(alone))
+
+
 def test_parents_outside_a_trimmed_vocabulary_share_a_row():
     token_map = torch.randperm(70, generator=torch.Generator().manual_seed(1))[:50]
     heads, _ = wide_heads(4, token_map=token_map)
