@@ -157,8 +157,8 @@ of 33 explain what 64 rows cost on an H200; for other GPUs it is a guess."""
 DECODED = {4: (2.2, 0.16, 0.28), 8: (1.25, 0.39, 0.55)}
 """What decoding weights in so many bits takes on an H200: a step of columns, in latencies of the memory; and what one
 program, and all of a multiprocessor's together, decode at most, as shares of its even part of the bandwidth. Fitted to
-the projections of Llama-3-8B, which take as long with 16 rows as with one: 1.4 us for a step of 128 x 128 codes by four
-warps, 1.6 us for two such programs at once, 1.0 us for steps of half as many columns of nf4 or a quarter of the codes."""
+the projections of Llama-3-8B, which take as long with 16 rows as with one: a step of 128 x 128 codes takes four warps
+1.4 us, and two such programs at once 1.6 us; one of 64 x 64 nf4 codes takes 1.0 us, with up to three at once."""
 
 
 def choices(device: Device, dtype: torch.dtype, m: int, gate: bool) -> list[Config]:
