@@ -212,12 +212,10 @@ def test_a_full_queue_refuses_and_a_client_that_leaves_frees_its_row(demo, encod
         assert error["message"].startswith("queue: expected at most 1 waiting requests, got more")
         with pytest.raises(openai.RateLimitError):
             server.client.completions.create(model="demo", prompt=["a", "b"], max_tokens=1)
-        began = time.monotonic()
         for stream in streams:
             next(iter(stream), None) if stream is streams[0] else None
             stream.close()
         wait_for(lambda: engine.stats().running + engine.stats().waiting == 0)
-        assert time.monotonic() - began < 2
         assert engine.stats().finished == {"cancelled": 2}
         assert httpx.post(server.url + CHAT, json=BODY).status_code == 200
         metrics = httpx.get(f"{server.url}/metrics").text

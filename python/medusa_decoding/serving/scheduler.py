@@ -159,12 +159,12 @@ class Scheduler:
 
     def _end(self, row: Row, delta: Delta) -> None:
         """Take a row out, wherever it is, and deliver its last delta."""
+        assert delta.finish is not None
+        self.counts.finished[delta.finish] += not row.ended  # before it is out, for whoever waits for that
         if row in self.groups:
             self.groups.leave(row)
         elif row in self.waiting:
             self.waiting.remove(row)
-        assert delta.finish is not None
-        self.counts.finished[delta.finish] += not row.ended
         row.end(delta)
         if self._prefill is not None and all(row.ended for row in self._prefill.rows):
             self._prefill = None
