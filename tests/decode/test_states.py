@@ -6,6 +6,7 @@ from models import heads_for, prompts, tiny, transformers_greedy
 from peft import LoraConfig, get_peft_model
 
 from medusa_decoding import MedusaModel, Tree
+from medusa_decoding.decode.runtime import state_pool
 from medusa_decoding.decode.runtime.memory import Sizes
 from medusa_decoding.decode.runtime.state_pool import StatePool
 
@@ -17,7 +18,8 @@ def medusa():
         yield medusa
 
 
-def test_cached_states_are_found_by_shape_and_cleared(medusa):
+def test_cached_states_are_found_by_shape_and_cleared(medusa, monkeypatch):
+    monkeypatch.setattr(state_pool, "SMALL_STATES", 0)
     pool = StatePool(medusa.backbone, keep=2)
     small, large = pool.acquire(Sizes([5], 10), 60), pool.acquire(Sizes([5], 10), 200)
     wide = pool.acquire(Sizes([5], 500), 60)

@@ -30,7 +30,7 @@ Backend = Literal["auto", "eager", "compiled", "graph"]
 KEPT_STEPS = 16
 """How many recent steps (one per tree) a model caches."""
 KEPT_STATES = 2
-"""States, with their captured steps, that a model keeps between generations: a small and a grown cache, say."""
+"""States, with their captured steps, that a model keeps however large they are: a small and a grown cache, say."""
 
 
 def resolve_backend(backend: Backend, device: torch.device, processes: int = 1) -> Backend:
