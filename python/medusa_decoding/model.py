@@ -102,7 +102,7 @@ class MedusaModel:
                 self._check_heads(heads)
             self._heads = heads
             self.tree = tree
-            self.backend = "eager" if backend == "auto" and not self.backbone.capturable else backend
+            self.backend = backend
             self.cache_dtype = cache_dtype
             self._steps = Steps(self.backbone, heads)
             self._adaptive: dict[bool, Adaptive] = {}  # by whether tokens are sampled
@@ -231,6 +231,15 @@ class MedusaModel:
         if tree is not None:
             self.check_tree(tree)
         self._tree = tree
+
+    @property
+    def backend(self) -> Backend:
+        """How steps run; "eager" for "auto" if they cannot be captured."""
+        return "eager" if self._backend == "auto" and not self.backbone.capturable else self._backend
+
+    @backend.setter
+    def backend(self, backend: Backend) -> None:
+        self._backend: Backend = backend
 
     @property
     def cache_dtype(self) -> Literal["int8"] | None:
@@ -506,7 +515,7 @@ class MedusaModel:
         """Copy and pickle by constructor arguments: a copy swaps the modules of its own copy of the base model."""
         kept = ("_accuracies", "_stored_trees", "_tuning", "_untuned")
         state = {name: getattr(self, name) for name in kept}
-        return type(self), (self.base, self.heads, self._tree, self.backend, self.cache_dtype), state
+        return type(self), (self.base, self.heads, self._tree, self._backend, self.cache_dtype), state
 
     def __enter__(self) -> MedusaModel:
         """Return the model itself."""
