@@ -15,7 +15,7 @@ from transformers import (
     pipeline,
 )
 
-from medusa_decoding import Tree, medusa_generate
+from medusa_decoding import MedusaModel, Tree, medusa_generate
 from medusa_decoding.checkpoints import read_heads, write_heads
 
 
@@ -201,3 +201,15 @@ def test_neutral_arguments_are_allowed(model, heads):
     }  # fmt: skip
     got = model.generate(IDS, custom_generate=medusa_generate, heads=heads, max_new_tokens=NEW, **neutral)
     assert got[0, 3:].tolist() == transformers_greedy(model, IDS[0], NEW)
+
+
+def test_the_cache_may_be_in_8_bits_for_a_call():
+    model = tiny(max_position_embeddings=512)
+    heads, settings = heads_for(model), {"max_new_tokens": 200, "tree": TREE}
+    with MedusaModel(model, heads, cache_dtype="int8") as medusa:
+        expected = medusa.generate(IDS, **settings).sequences
+    settings |= {"custom_generate": medusa_generate, "heads": heads}
+    for dtype, same in (("int8", True), (None, False), ("int8", True)):
+        assert torch.equal(model.generate(IDS, cache_dtype=dtype, **settings), expected) == same
+    with pytest.raises(ValueError, match="cache_dtype: expected None or 'int8', got 'int4'"):
+        model.generate(IDS, cache_dtype="int4", **settings)

@@ -141,6 +141,16 @@ def test_transformers_generate_uses_the_tuning_of_a_folder(tuned):
     assert output.tree_choice == TreeChoice("auto", tree_choice.CHANGED)
 
 
+def test_a_tuning_holds_for_the_dtype_of_the_cache(tuned):
+    with MedusaModel.from_pretrained(tuned / "heads") as model:
+        tuned_choice, conditions = model.tree_choice(1, 8), conditions_of(model)
+        model.cache_dtype = "int8"
+        assert model.tree_choice(1, 8) == TreeChoice("auto", tree_choice.CHANGED)
+        assert conditions.differences(conditions_of(model)) == ["dtype: tuned with float32, now float32, cache in int8"]
+        model.cache_dtype = None
+        assert model.tree_choice(1, 8) == tuned_choice
+
+
 def test_plain_and_undecided_cases_say_so(tuned):
     with MedusaModel.from_pretrained(tuned / "heads") as model:
         plain = model.tree_choice(1, 64)

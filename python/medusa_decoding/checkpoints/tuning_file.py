@@ -50,7 +50,7 @@ class Conditions:
 
     Attributes:
         device: the GPU's name and sizes, or the CPU's name with the number of threads.
-        dtype: of activations and cache.
+        dtype: of activations and, where that is another one, of the cache.
         backend: how steps run.
         processes: number of processes that the model is sharded over.
         model: the base model's class and fingerprint; empty if it is not loaded, which `differences` leaves out.
@@ -354,7 +354,10 @@ def step_time_names(conditions: Conditions) -> tuple[str, str]:
 
 
 def _runtime(backbone: Backbone, backend: Backend) -> dict[str, Any]:
-    return _named(backbone.device, backbone.dtype, backend, backbone.peers.size)
+    named = _named(backbone.device, backbone.dtype, backend, backbone.peers.size)
+    if backbone.cache_dtype is not None:
+        named["dtype"] += f", cache in {str(backbone.cache_dtype).removeprefix('torch.')}"
+    return named
 
 
 def _named(device: torch.device, dtype: torch.dtype, backend: Backend, processes: int) -> dict[str, Any]:

@@ -45,6 +45,7 @@ def medusa_generate(
     posterior_threshold: float = 0.09,
     posterior_alpha: float = 0.3,
     backend: Backend = "auto",
+    cache_dtype: Literal["int8"] | None = None,
     seed: int | None = None,
     metrics: bool = False,
     stop_strings: str | list[str] | None = None,
@@ -78,6 +79,7 @@ def medusa_generate(
         posterior_threshold: epsilon of typical acceptance.
         posterior_alpha: delta of typical acceptance.
         backend: how steps run, as in `MedusaModel`.
+        cache_dtype: of keys and values, as in `MedusaModel`; "int8" is LOSSY.
         seed: of sampling, as in `MedusaModel.generate`.
         metrics: record counts and times (with `return_dict_in_generate`).
         stop_strings: a row ends after the token that completes one of these; also needs `tokenizer=`. transformers
@@ -129,7 +131,7 @@ def medusa_generate(
             seed=whole_seed(seed),
             metrics=metrics,
         )
-        with borrow_model(model, heads, backend) as medusa:
+        with borrow_model(model, heads, backend, cache_dtype) as medusa:
             output = medusa.run(request, tree)
     return output if config.return_dict_in_generate else output.sequences
 

@@ -11,7 +11,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -31,11 +31,14 @@ _cache_lock = threading.RLock()
 
 @contextlib.contextmanager
 def borrow_model(
-    model: nn.Module, heads: MedusaHeads | str | Path | None, backend: Backend = "auto"
+    model: nn.Module,
+    heads: MedusaHeads | str | Path | None,
+    backend: Backend = "auto",
+    cache_dtype: Literal["int8"] | None = None,
 ) -> Iterator[MedusaModel]:
     """Yield a MedusaModel of a model for one call, the one cached by the last call with these heads if there is one.
 
-    `backend` says how its steps run in this call, and which stored tuning is looked for when it is made.
+    `backend` and `cache_dtype` say how it runs in this call, and which stored tuning is looked for when it is made.
 
     Calls of several threads wait for each other. A MedusaModel in use is not in the cache: a call within a call gets
     another one.
@@ -56,10 +59,11 @@ def borrow_model(
             medusa = (
                 MedusaModel(model, heads)
                 if isinstance(heads, MedusaHeads)
-                else MedusaModel.from_pretrained(heads, model, backend=backend)
+                else MedusaModel.from_pretrained(heads, model, backend=backend, cache_dtype=cache_dtype)
             )
         medusa.backend = backend
         try:
+            medusa.cache_dtype = cache_dtype
             yield medusa
         finally:
             medusa.suspend()

@@ -7,7 +7,7 @@ texts it was searched on than on others, mostly a large tree on few texts; --swe
 The checkpoint's medusa_tree.json and medusa_tree_sampling.json are timed too, if it has them.
 
 The choice is stored in tuning.json next to the heads, or in the user's cache folder (XDG_CACHE_HOME) if the heads are
-part of the package or read-only. It is used only on the same device, with the same model, heads, dtype and backend;
+part of the package or read-only. It is used only on the same device, with the same model, heads, dtypes and backend;
 otherwise a warning says what has changed, and each step picks a tree (--tree auto). If the times are so noisy that they
 cannot tell the fastest tree from plain decoding, nothing is stored.
 
@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--undecided", choices=("refuse", "auto"), default="refuse", help=words)
     words = "how steps run, as in medusa generate; the choice holds for this backend only (default: auto)"
     _arguments.add_backend(parser, words)
+    _arguments.add_cache_dtype(parser)
     add_option(
         parser, "--calibration FILE", _arguments.path, "of medusa calibrate (default: calibration.json of the heads)"
     )
