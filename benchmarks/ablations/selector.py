@@ -283,7 +283,8 @@ def run(args: argparse.Namespace) -> int:
         print(where, name, size, *(f"{what} {interval.as_text(one)}" for what, one in both.items()))
     sizes = {where: {"answers": len(of.prompts), "tokens": len(of.states)} for where, of in judged.items()}
     sizes["learnt"] = {"answers": len(texts.prompts), "tokens": len(texts.states)}
-    given = {name: getattr(args, name) for name in ("model", "seeds", "steps", "positions", "rate", "held_out")}
+    names = ("model", "device", "seeds", "steps", "positions", "rate", "held_out")
+    given = {name: getattr(args, name) for name in names}
     conditions = {**given, "texts": sizes, "threads": torch.get_num_threads(), "intervals": interval.WORDS}
     print(harness.write_record(NAME, {**conditions, "ways": figures, "cost": costs}))
     return 0

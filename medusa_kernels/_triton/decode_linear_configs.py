@@ -155,10 +155,11 @@ of 33 explain what 64 rows cost on an H200; for other GPUs it is a guess."""
 
 
 DECODED = {4: (2.2, 0.16, 0.28), 8: (1.25, 0.39, 0.55)}
-"""What decoding weights in so many bits takes on an H200: a step of columns, in latencies of the memory; and what one
-program, and all of a multiprocessor's together, decode at most, as shares of its even part of the bandwidth. Fitted to
-the projections of Llama-3-8B, which take as long with 16 rows as with one: a step of 128 x 128 codes takes four warps
-1.4 us, and two such programs at once 1.6 us; one of 64 x 64 nf4 codes takes 1.0 us, with up to three at once."""
+"""What decoding takes on an H200, by the bits of a weight: the least time of a step of columns, in latencies of the
+memory; then the most that one program decodes, and all of a multiprocessor's programs do together, as shares of its
+even part of the bandwidth. Fitted to the projections of Llama-3-8B, which take as long with 16 rows as with one: a step
+of 128 x 128 codes takes four warps 1.4 us, and two such programs at once 1.6 us; one of 64 x 64 nf4 codes takes 1.0 us,
+with up to three at once."""
 
 
 def choices(device: Device, dtype: torch.dtype, m: int, gate: bool) -> list[Config]:
@@ -237,15 +238,13 @@ def _time(
     stored = bits / 8 or dtype.itemsize
     in_flight = (config.num_stages - 1) * weights * config.block_k * stored
     latency = count * IN_FLIGHT / (in_features * stored)
+    step, alone, together = DECODED[bits] if bits and device.hopper else (0.0, math.inf, math.inf)
 
     def wave(held: int) -> float:
-        busiest = -(-held // count) * (weights + config.block_m * dtype.itemsize / stored)
-        step, alone, together = DECODED[bits] if bits and device.hopper else (0.0, math.inf, math.inf)
-        decoding = max(
-            step * latency * in_features / config.block_k,
-            weights * count * max(1 / alone, -(-held // count) / together),
-        )
-        moving = max(held * weights, busiest * count / PULL, count * IN_FLIGHT / in_flight * weights)
+        most = -(-held // count)  # programs of the busiest multiprocessor
+        pulled = most * (weights + config.block_m * dtype.itemsize / stored)
+        moving = max(held * weights, pulled * count / PULL, count * IN_FLIGHT / in_flight * weights)
+        decoding = max(step * latency * in_features / config.block_k, weights * count * max(1 / alone, most / together))
         return latency + max(moving, decoding) / parts
 
     at_once = count * programs(config, device, dtype, gate, bits)

@@ -37,7 +37,7 @@ CHECK_FIRST, CHECK_LAST = 4, 64
 CHECK_RATE = 0.7
 """Part of the best rate that another tree must seem to reach to be timed again."""
 PATIENCE_TO_MAKE = 2.0
-"""How many times the making of a step it could have saved before it is made."""
+"""A tree's step is compiled or captured once the tree could have saved this many times what that takes."""
 
 
 class Adaptive(Policy):
@@ -60,11 +60,11 @@ class Adaptive(Policy):
     heads would give; probes that do not pay make the next ones rarer. While trees are used, the other sizes are timed
     now and then, plain decoding included.
 
-    Steps that must be made: where a tree's step is compiled or captured for each cache size, that takes as long as many
-    steps (on an H200 a capture took 100 plain steps of a model with 135M parameters). So a tree whose step is not made
-    yet waits until it could have saved `PATIENCE_TO_MAKE` times what that takes, over all generations, and meanwhile
-    the best one that is made runs. Trees are timed again only if they are made, and a probe earns the making of its
-    step first. In a cache of another size, where nothing is made, the tree is made that was best before.
+    Compiled and captured steps: each tree's step is made for each cache size, which takes as long as many steps do (on
+    an H200 a capture took about 100 plain steps of a model with 135M parameters). So a tree whose step is not made yet
+    waits until it could have saved `PATIENCE_TO_MAKE` times that cost, over all generations; meanwhile the best tree
+    whose step is made is taken. Only such trees are timed again, and a probe must have earned the cost as well. In a
+    cache of another size, where no step is made yet, the step of the tree that was best before is made first.
 
     The choices depend on the observations alone, so processes that observe the same choose the same.
 
@@ -164,11 +164,11 @@ class Adaptive(Policy):
         return self._made is None or self._made(self.trees[index])
 
     def _worth_making(self, best: int, affordable: Sequence[int]) -> int:
-        """Return the best tree if its step is made or should be now, else the best of those that are made."""
+        """Return the best tree if its step is made or should be now, else the best whose step is made."""
         if self._is_made(best):
             return best
         made = [index for index in {0, *affordable} if self._is_made(index)]
-        if made:  # else another step would have to be made just as well
+        if made:  # else any other step would have to be made as well
             other = max(made, key=self._rates.__getitem__)
             self._forgone += self._charges[other] * (1.0 - self._rates[other] / self._rates[best])
             if self._forgone < PATIENCE_TO_MAKE * self._making:

@@ -79,7 +79,8 @@ class Runner:
         self.seconds: list[float] = []
         self.work = 0.0
         self.ended = False
-        self._agree, self._kind = steps.backbone.peers.agree, (selector, limits)
+        self._agree = steps.backbone.peers.agree
+        self._selector, self._limits = selector, limits
         self._take_earlier, self._seeds, self._observer = take_earlier, seeds, observer
         self._timed = timed or policy.timed
         self._unread: deque[tuple[Tree, bool]] = deque()  # and whether the step was made in this call
@@ -122,7 +123,7 @@ class Runner:
     def made(self, tree: Tree) -> bool:
         """See `loop.Runtime`."""
         assert self.state is not None
-        return is_made(self.step(tree), self.state, *self._kind)
+        return is_made(self.step(tree), self.state, self._selector, self._limits)
 
     def read(self, tree: Tree | None = None, made: bool = False, wait: bool = False) -> list[StepResult]:
         """See `loop.Runtime`."""

@@ -58,7 +58,7 @@ def resolve_backend(backend: Backend, device: torch.device, processes: int = 1) 
 
 
 def is_made(step: Step, state: DecodeState, selector: TokenSelector, limits: Limits) -> bool:
-    """Return whether a step needs not be compiled or captured before it runs over a state."""
+    """Return whether a step can run over a state as it is, without being compiled or captured first."""
     return not isinstance(step, CapturedStep | CompiledStep) or step.is_made(state, selector, limits)
 
 
