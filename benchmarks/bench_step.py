@@ -1,29 +1,37 @@
 """One whole decoding step at real models' shapes with random weights: plain, Medusa, and transformers' eager step.
 
     python -m benchmarks.bench_step --budget 480
+    python -m benchmarks.bench_step --only "Llama-3-8B 1024" --weights "int4 g128" int8
 
 Weights are random, so hardly any draft token is accepted: the benchmark measures the cost of a step, not its acceptance
 length. A step's bytes are every weight but the embedding once, and keys and values of the prefix and the tree once;
 those of a Medusa step include the heads' weights. The overhead of a Medusa step is its time over that of the plain
 captured step of the same run.
+
+`--weights`: captured steps with the layers' weights in these forms and in 16 bits, in turn. Ratios are medians over the
+rounds: to the plain step with the same weights, and to the step of as many nodes in 16 bits.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import dataclasses
+import functools
 import gc
 import itertools
+import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 from transformers import (
     DynamicCache,
     Gemma2Config,
@@ -36,6 +44,8 @@ from transformers import (
 )
 
 from benchmarks import gpu, harness
+from benchmarks.stored_weights import FORMS as STORED
+from benchmarks.stored_weights import quantised
 from medusa_decoding.checkpoints import pretrained
 from medusa_decoding.decode.limits import Limits
 from medusa_decoding.decode.runtime.memory import Sizes
@@ -46,6 +56,7 @@ from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.linears.packed import PackedLinear
 from medusa_decoding.model import MedusaModel, default_tree
 from medusa_decoding.trees.tree import Tree
+from medusa_kernels import Projection
 
 NUM_HEADS = 4
 REPLAYS = 16
@@ -78,6 +89,7 @@ MODELS: dict[str, Callable[[], Any]] = {
         GraniteConfig, 32000, 2816, 16, 16, 8, 1024, 64, residual_multiplier=0.22, logits_scaling=8.0
     ),
     "tiny": lambda: shape(LlamaConfig, 64, 48, 2, 2, 1, 64),
+    "small": lambda: shape(LlamaConfig, 64, 128, 2, 2, 1, 128, 64),
 }
 # Name, vocabulary of the heads (None: the model's own), whether the projection is lm_head.
 HEADS: dict[str, tuple[int | None, bool]] = {
@@ -165,6 +177,18 @@ def build(name: str, device: torch.device, dtype: torch.dtype) -> Any:
     """Make a model with random weights on the device."""
     torch.manual_seed(0)
     return pretrained.build_model(MODELS[name](), device, dtype=dtype).eval()
+
+
+@torch.no_grad()
+def in_form(base: Any, form: str) -> Any:
+    """Return a model with its layers' weights in one of `STORED`; all other tensors are those of `base`."""
+    made = copy.deepcopy(base, {id(parameter): parameter for parameter in base.parameters()})
+    for module in made.model.layers.modules():
+        for name, linear in module.named_children():
+            if isinstance(linear, nn.Linear):
+                weight, scale, codes = quantised(linear.weight, form)
+                setattr(module, name, PackedLinear(Projection(weight, linear.bias, scale.float(), None, codes)))
+    return made
 
 
 def random_heads(base: Any, name: str, num_heads: int = NUM_HEADS) -> MedusaHeads:
@@ -289,7 +313,9 @@ class Runner:
         self.records: list[dict[str, Any]] = []
         print(f"copy bandwidth {self.copy / 1e12:.3f} TB/s", flush=True)
 
-    def write(self, point: Point, way: str, times: list[float], moved: int, **more: Any) -> float:
+    def write(
+        self, point: Point, way: str, times: list[float], moved: int, *, benchmark: str = "step", **more: Any
+    ) -> float:
         """Write one record and return its median."""
         median = statistics.median(times)
         record = {
@@ -300,9 +326,11 @@ class Runner:
             "ratio_to_plain": None, **(LAST_CLOCKS if "graph" in way else {}), **more,
         }  # fmt: skip
         self.records.append(record)
-        harness.write_record("step", record)
+        harness.write_record(benchmark, record)
         ratio = "" if record["ratio_to_plain"] is None else f"  {record['ratio_to_plain']:.3f} x plain"
-        of = f"{way} {more.get('nodes', 1)} nodes {more.get('heads') or ''}"
+        if "ratio_to_16_bits" in more:
+            ratio += f"  {more['ratio_to_16_bits']:.3f} x 16 bits"
+        of = f"{way} {more.get('nodes', 1)} nodes {more.get('heads') or ''} {more.get('weights', '')}"
         print(
             f"{point.label} {of}: {median:.0f} us {record['fraction'] * 100:.1f} % of copy{ratio} {LAST_CLOCKS or ''}",
             flush=True,
@@ -340,6 +368,34 @@ class Runner:
                     self.write(point, name, steps, moved, nodes=tree.num_nodes, heads=kind, ratio_to_plain=ratio)
                     del heads
                     _collect()
+
+    def stored(
+        self, base: Any, point: Point, forms: Sequence[str], backend: Backend = "graph", rounds: int = 8
+    ) -> None:
+        """Measure steps with the layers' weights in 16 bits and in each of `forms`, in turn."""
+        bases = {"16 bits": base} | {form: in_form(base, form) for form in forms}
+        heads = random_heads(base, point.heads[0])
+        trees = [Tree([]), *(tree_of(heads, nodes) for nodes in point.nodes)]
+        steps: dict[tuple[str, int], Callable[[float], list[float]]] = {}
+        with contextlib.ExitStack() as stack, torch.no_grad():
+            for form, own in bases.items():
+                model = stack.enter_context(MedusaModel(own, heads, trees[-1], backend=backend))
+                for tree in trees:
+                    run, reset = prepare_step(model, tree, backend, point.prefix, point.batch)
+                    steps[form, tree.num_nodes] = functools.partial(timed_steps, run, reset, self.device)
+            shuffler = random.Random(0)
+            found = [harness.in_turn(steps, 0.0, shuffler) for _ in range(rounds)]
+        medians = [{of: statistics.median(times) for of, times in one.items()} for one in found]
+        for form, nodes in steps:
+            drafting = heads if nodes > 1 else None
+            name = "plain graph" if nodes == 1 else "medusa graph"
+            times = sorted(itertools.chain.from_iterable(one[form, nodes] for one in found))
+            moved = step_bytes(bases[form], drafting, point.prefix, nodes, point.batch)
+            self.write(
+                point, name, times, moved, benchmark="step_weights", nodes=nodes, heads=drafting and point.heads[0],
+                weights=form, ratio_to_plain=statistics.median(one[form, nodes] / one[form, 1] for one in medians),
+                ratio_to_16_bits=statistics.median(one[form, nodes] / one["16 bits", nodes] for one in medians),
+            )  # fmt: skip
 
     def steps(self, base: Any, heads: MedusaHeads | None, tree: Tree, way: str, point: Point) -> list[float]:
         """Time one way's step."""
@@ -383,8 +439,14 @@ def _collect() -> None:
         torch.cuda.empty_cache()
 
 
-def measure(points: tuple[Point, ...], device: torch.device, dtype: torch.dtype, budget: float, seconds: float) -> Any:
-    """Measure points in order within a budget of seconds; points of one model share its weights."""
+def measure(
+    points: tuple[Point, ...], device: torch.device, dtype: torch.dtype, budget: float, seconds: float,
+    forms: Sequence[str] = (), backend: Backend = "graph",
+) -> Any:  # fmt: skip
+    """Measure points in order within a budget of seconds; points of one model share its weights.
+
+    With `forms`, that of the weights is what is measured, see `Runner.stored`.
+    """
     runner = Runner(device, dtype, budget, seconds)
     base, built = None, ""
     for point in points:
@@ -396,7 +458,10 @@ def measure(points: tuple[Point, ...], device: torch.device, dtype: torch.dtype,
             _collect()
             base, built = build(point.model, device, dtype), point.model
         try:
-            runner.point(base, point)
+            if forms:
+                runner.stored(base, point, forms, backend)
+            else:
+                runner.point(base, point)
         except (MemoryError, torch.OutOfMemoryError) as error:
             print(f"left out: {point}: {error}", flush=True)
         _collect()
@@ -416,6 +481,18 @@ def test_step_of_a_small_model(way_through: Any, monkeypatch: pytest.MonkeyPatch
     assert [record["heads"] for record in records] == [None, None, *HEADS]
 
 
+def test_stored_weights_of_a_small_model(way_through: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way through `--weights`, on a CPU in eager steps; nothing is recorded."""
+    monkeypatch.setattr(harness, "write_record", lambda *_: None)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    points = (Point("small", 20, 1, ("shared",), nodes=(8, 4)),)
+    records = way_through.pedantic(lambda: measure(points, device, torch.bfloat16, 60, 0.01, STORED, "auto"), rounds=1)
+    assert [record["weights"] for record in records[::3]] == ["16 bits", *STORED]
+    assert {record["nodes"] for record in records} == {1, 4, 8}
+    moved = {record["weights"]: record["bytes"] for record in records if record["nodes"] == 1}
+    assert moved["int4 g128"] < moved["nf4 g64"] < moved["int8"] == moved["fp8"] < moved["16 bits"]
+
+
 def main() -> None:
     """Run from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -424,6 +501,7 @@ def main() -> None:
     words = "points whose model, prefix and batch contain this, written as in the output: Llama-2-7B 1024 b1"
     parser.add_argument("--only", action="append", help=words)
     parser.add_argument("--ways", nargs="+", choices=tuple(WAYS), help="instead of each point's own")
+    parser.add_argument("--weights", nargs="+", choices=STORED, default=(), help="forms of the layers' weights")
     args = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(2, "bench_step: needs a CUDA device, and torch sees none\n")
@@ -431,7 +509,7 @@ def main() -> None:
     if args.ways:
         ways = ("graph", *(way for way in args.ways if way != "graph"))  # what ratios are taken against comes first
         points = tuple(dataclasses.replace(p, ways=ways) for p in points if p.heads)
-    measure(points, torch.device("cuda"), torch.bfloat16, args.budget, args.seconds)
+    measure(points, torch.device("cuda"), torch.bfloat16, args.budget, args.seconds, args.weights)
 
 
 if __name__ == "__main__":

