@@ -8,7 +8,7 @@ their logits once for the terms of all ways. These start equal and see the same 
 Tokens per step are walked as steps do: along a right path of a static tree every parent is the text's own token, so
 ranks after true parents determine the steps. Texts are ranked without the noise of draws.
 
-The data are records of `medusa distill --only-data` with `data.cache_hidden`, which keeps the states with the answers:
+The data are records of `medusa distill --only-data`; the model runs over them once for their states:
 
     medusa distill --config recipes/smollm2-135m/heads.yaml --only-data --set data.train="[{path: PROMPTS}]" \
         --set generation.temperature=0 --set output.folder=runs/selector/greedy
@@ -22,7 +22,7 @@ import copy
 import json
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -37,13 +37,9 @@ from benchmarks import harness
 from medusa_decoding.demo import HEADS
 from medusa_decoding.evaluation import interval
 from medusa_decoding.evaluation.own_text import RANKS
-from medusa_decoding.files.resumable import companion
 from medusa_decoding.heads import MAX_TOP_K, MedusaHeads
 from medusa_decoding.linears.reading import plain_weight
 from medusa_decoding.model import MedusaModel
-from medusa_decoding.training.data.answer_states import AnswerStates
-from medusa_decoding.training.data.encoding import Example
-from medusa_decoding.training.distill.record_file import STATES
 from medusa_decoding.tuning.calibration import NONE, Calibration
 from medusa_decoding.tuning.replay import walk
 from medusa_decoding.tuning.search import walked_tree
@@ -51,6 +47,8 @@ from medusa_decoding.tuning.search import walked_tree
 NAME = "selector"
 SIZES = (8, 16)  # nodes of the trees
 TOGETHER = 16  # texts that are ranked together
+READ_TOGETHER = 64  # texts that the model reads together
+STRETCH = 16  # positions of a text that follow each other where texts are read in pieces
 DECAY = 0.8  # weight of a head's loss over that of the one before, as in training
 STATE_NORM = 20.0  # of the states that a gate sees, so that it moves about as fast as the rest of a term does
 
@@ -95,38 +93,74 @@ class Term(nn.Module):
 
     def mixed(self, parents: Tensor, states: Tensor) -> Tensor:
         """Return what candidates are multiplied by: rows of A [K, P], states [K, P, H] (or 1 for P) -> [K, P, rank]."""
-        found = torch.bmm(self.tokens[parents], self.mix)
+        found = torch.bmm(F.embedding(parents, self.tokens), self.mix)
         return found if self.gate is None else found * (1 + torch.bmm(states, self.gate.transpose(1, 2)))
 
     def scores(self, mixed: Tensor, candidates: Tensor) -> Tensor:
         """Return the term of candidates [K, P, C], rows of C: mixed [K, P, rank] -> [K, P, C]."""
-        return torch.einsum("kpr,kpcr->kpc", mixed, self.candidates[candidates])
+        return torch.einsum("kpr,kpcr->kpc", mixed, F.embedding(candidates, self.candidates))
 
 
 class Texts(NamedTuple):
-    """Texts end to end: states [N, H], the tokens after each [N, K + 1] (NONE beyond the end), rows by prompt."""
+    """N tokens, text after text: prompts with their answers.
+
+    Attributes:
+        states: [N, H], after the final norm.
+        features: [N, (layers + 1) H], states of earlier layers and these, each with a root mean square of 1.
+        later: [N, K + 1], the tokens after each; NONE beyond the end, and without targets before an answer.
+        begins: [N], the first row of each one's text.
+        prompts: the rows of each answer; a text's last token has none.
+    """
 
     states: Tensor
+    features: Tensor
     later: Tensor
+    begins: Tensor
     prompts: list[range]
 
 
-def read(files: Sequence[Path], heads: MedusaHeads, device: torch.device) -> Texts:
-    """Read the first answer of each record that has its states in bfloat16."""
-    states, later, prompts, end = [], [], [], 0
-    for file in files:
-        saved = AnswerStates(companion(file, STATES), heads.hidden_size, torch.bfloat16)
-        for record in map(json.loads, file.read_text(encoding="utf-8").splitlines()):
-            found = saved.get(Example.from_spans(record["input_ids"], record["learnt"], file.name))
-            first, last = record["learnt"][0]
-            if found is not None and last - first > heads.num_heads:
-                text = F.pad(torch.tensor(record["input_ids"][first:last]), (0, heads.num_heads), value=NONE)
-                states.append(found[first - 1 : last - 1])
-                later.append(text.unfold(0, heads.num_heads + 1, 1))
-                prompts.append(range(end, end := end + last - first))
-    if not states:
-        raise ValueError(f"{files[0]}: expected answers with their states (data.cache_hidden), got none")
-    return Texts(torch.cat(states).to(device), torch.cat(later).to(device), prompts)
+@torch.no_grad()
+def read(files: Sequence[Path], model: MedusaModel, layers: Sequence[int] = ()) -> Texts:
+    """Read the first answer of each record, and run the model over its prompt and it."""
+    assert model.heads is not None
+    ids, prompts, end, reach = [], [], 0, model.heads.num_heads
+    for record in (json.loads(line) for file in files for line in file.read_text(encoding="utf-8").splitlines()):
+        first, last = record["learnt"][0]
+        if last - first > reach:
+            ids.append(torch.tensor(record["input_ids"][:last]))
+            prompts.append(range(end + first - 1, end + last - 1))
+            end += last
+    if not ids:
+        raise ValueError(f"{files[0]}: expected answers of more than {reach} tokens, got none")
+    device, hidden = model.backbone.device, model.heads.hidden_size
+    tokens, lengths = torch.cat(ids), torch.tensor([len(one) for one in ids])
+    starts = lengths.cumsum(0) - lengths
+    begins, ends = (one.repeat_interleave(lengths) for one in (starts, starts + lengths))
+    ahead = torch.arange(end)[:, None] + torch.arange(1, reach + 2)
+    later = tokens[ahead.clamp(max=end - 1)].where(ahead < ends[:, None], NONE)
+    answered = torch.zeros(end, dtype=torch.bool)
+    answered[torch.cat([torch.arange(one.start, one.stop) for one in prompts])] = True
+    later[~answered, 1:] = NONE
+    tokens, found = tokens.to(device), torch.empty(end, hidden, dtype=model.backbone.dtype, device=device)
+    features = found.new_empty(end, (len(layers) + 1) * hidden if layers else 0)
+    for some in lengths.argsort().split(READ_TOGETHER):
+        # Padding is at the end, which no other position of a causal model sees.
+        rows = [torch.arange(starts[i], starts[i] + lengths[i]) for i in some]
+        places = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=NONE).to(device)
+        made = model.backbone.decoder(tokens[places.clamp(min=0)], use_cache=False, output_hidden_states=bool(layers))
+        real, last = places >= 0, made.last_hidden_state
+        found[places[real]] = last[real]
+        if layers:
+            each = *(made.hidden_states[i] for i in layers), last
+            scaled = [F.rms_norm(one[real].float(), [hidden]) for one in each]
+            features[places[real]] = torch.cat(scaled, -1).to(features)
+    return Texts(found, features, later.to(device), begins.to(device), prompts)
+
+
+def stretches(answer: range) -> Tensor:
+    """Return the rows of an answer that have targets, [n, STRETCH]; the last one repeats a row without targets."""
+    starts = torch.arange(answer.start, answer.stop - 1, STRETCH)
+    return (starts[:, None] + torch.arange(STRETCH)).clamp(max=answer.stop - 1)
 
 
 class Trunk:
@@ -136,31 +170,42 @@ class Trunk:
         weight, self.device = plain_weight(model.backbone.lm_head), model.backbone.device
         assert model.heads is not None
         assert weight is not None  # not quantised
+        self.config: Any = model.backbone.config
         self.heads, self._embed = model.heads.float().eval(), model.backbone.embed_tokens
         of_map = self.heads.token_map
         tokens = torch.arange(self.heads.vocab_size, device=self.device) if of_map is None else of_map
-        self._weight = weight.detach().float()[tokens]
+        self.weight = weight.detach().float()[tokens]
         # The last one is for what is beyond a text's end.
         self._rows = torch.full((self.heads.vocab_size + 1,), NONE, device=self.device)
         self._rows[tokens] = torch.arange(len(tokens), device=self.device)
 
-    def __call__(self, texts: Texts, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return of B positions: logits [K, B, V'], states for gates [K, B, H], parents' rows of A and targets [K, B].
+    def inputs(self, texts: Texts, rows: Tensor) -> Tensor:
+        """Return what the heads read at B positions, [B, H]."""
+        return texts.states[rows].float()
+
+    def states(self, texts: Texts, rows: Tensor) -> Tensor:
+        """Return the heads' states at B positions, [K, B, H]."""
+        root = self._embed(texts.later[rows, 0].clamp(min=0)).float() if self.heads.root_rank else None
+        return self.heads.residual(self.inputs(texts, rows), root).transpose(0, 1)
+
+    def tokens(self, texts: Texts, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return of B positions the parents' rows of A and the targets, [K, B].
 
         A target is a place in the heads' vocabulary, NONE outside it.
         """
         later = texts.later[rows]
-        targets = self._rows[later[:, 1:]].t()
-        root = self._embed(later[:, 0]).float() if self.heads.root_rank else None
-        states = self.heads.residual(texts.states[rows].float(), root).transpose(0, 1)
-        parents = self.heads.parent_rows(later[:, :-1].clamp(min=0)).t()
-        return states @ self._weight.t(), STATE_NORM * F.normalize(states, dim=-1), parents, targets
+        return self.heads.parent_rows(later[:, :-1].clamp(min=0)).t(), self._rows[later[:, 1:]].t()
+
+    def __call__(self, texts: Texts, rows: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return of B positions: logits [K, B, V'], states for gates [K, B, H], and `tokens`."""
+        states = self.states(texts, rows)
+        return states @ self.weight.t(), STATE_NORM * F.normalize(states, dim=-1), *self.tokens(texts, rows)
 
     def taught(self, texts: Texts, rows: Tensor) -> Tensor:
         """Return the model's own distributions of the heads' targets, [K, B, V']."""
         ahead = torch.arange(1, self.heads.num_heads + 1, device=self.device)
         places = (rows + ahead[:, None]).clamp(max=len(texts.states) - 1)
-        return (texts.states[places].float() @ self._weight.t()).softmax(-1)
+        return (texts.states[places].float() @ self.weight.t()).softmax(-1)
 
 
 def train(trunk: Trunk, texts: Texts, rows: Tensor, args: argparse.Namespace) -> dict[str, Term]:
@@ -205,7 +250,8 @@ def ranked(trunk: Trunk, terms: dict[str, Term], texts: Texts, prompts: Sequence
     """Rank the texts' tokens as `propose_children` does, after their true parents, with each term."""
     found: dict[str, list[Any]] = {name: [] for name in terms}
     for start in range(0, len(prompts), TOGETHER):
-        rows = [torch.arange(one.start, one.stop - 1) for one in prompts[start : start + TOGETHER]]
+        some = prompts[start : start + TOGETHER]
+        rows = [stretches(one).flatten() for one in some]
         base, states, parents, targets = trunk(texts, torch.cat(rows).to(trunk.device))
         best = base.topk(min(MAX_TOP_K, base.shape[-1]))
         for name, term in terms.items():
@@ -214,29 +260,42 @@ def ranked(trunk: Trunk, terms: dict[str, Term], texts: Texts, prompts: Sequence
             hits = order == targets[..., None]
             ranks = hits.int().argmax(-1).where(hits.any(-1), NONE)
             of_prompts = ranks.t().cpu().split([len(one) for one in rows])
-            found[name] += [[tuple(map(tuple, one.tolist()))] for one in of_prompts]
+            found[name] += [
+                [tuple(map(tuple, ranks[: len(one) - 1].tolist()))] for one, ranks in zip(some, of_prompts, strict=True)
+            ]
     return {name: Calibration(trunk.heads.num_heads, RANKS, of_way) for name, of_way in found.items()}
 
 
-def cost(heads: MedusaHeads) -> dict[str, dict[str, float]]:
+Ranking = Callable[[Texts, Sequence[range]], dict[str, Calibration]]
+"""Ranks the tokens of answers in texts with each way."""
+
+
+def timed(ways: Mapping[str, Callable[[Any], int]], inputs: Sequence[Any]) -> dict[str, dict[str, float]]:
+    """Return the median of each way's microseconds per input, on one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with torch.inference_mode():
+        found = harness.interleaved(ways, inputs)
+    torch.set_num_threads(threads)
+    return {name: {"median_us": 1e6 * statistics.median(seconds for _, seconds in one)} for name, one in found.items()}
+
+
+def costs(trunk: Trunk) -> dict[str, dict[str, float]]:
     """Return what ranking 32 candidates after 32 parents takes: multiplications, bytes in bfloat16, microseconds."""
-    parents = torch.arange(MAX_TOP_K).expand(heads.num_heads, -1)
+    heads = copy.deepcopy(trunk.heads).cpu()
+    parents = torch.arange(min(MAX_TOP_K, heads.num_candidates)).expand(heads.num_heads, -1)
 
     def rank(term: Term, state: Tensor) -> int:
         scores = term.mixed(parents, state) @ term.candidates[parents].transpose(1, 2)
         return len(scores.sort(dim=-1, descending=True, stable=True))
 
-    terms, found = {name: Term(heads, way) for name, way in WAYS.items()}, {}
-    with torch.inference_mode():
-        states = [torch.randn(heads.num_heads, 1, heads.hidden_size) for _ in range(500)]
-        timed = harness.interleaved({name: partial(rank, term) for name, term in terms.items()}, states)
+    terms = {name: Term(heads, way) for name, way in WAYS.items()}
+    states = [torch.randn(heads.num_heads, 1, heads.hidden_size) for _ in range(500)]
+    found = timed({name: partial(rank, term) for name, term in terms.items()}, states)
     for name, term in terms.items():
         pairs, size, gate = parents.numel(), term.mix.shape[-1], 0 if term.gate is None else term.gate.numel()
-        found[name] = {
-            "multiplications": pairs * size * (size + MAX_TOP_K) + gate,
-            "bytes": 2 * (2 * pairs * size + term.mix.numel() + gate),
-            "median_us": 1e6 * statistics.median(seconds for _, seconds in timed[name]),
-        }
+        found[name]["multiplications"] = pairs * size * (size + parents.shape[1]) + gate
+        found[name]["bytes"] = 2 * (2 * pairs * size + term.mix.numel() + gate)
     return found
 
 
@@ -253,38 +312,64 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--held-out", type=int, default=200, help="prompts of the records that trees are chosen on")
 
 
+def load(args: argparse.Namespace) -> MedusaModel:
+    """Return the model with its heads."""
+    torch.backends.cuda.matmul.allow_tf32 = True
+    dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
+    return MedusaModel.from_pretrained(args.model, dtype=dtype, device_map=args.device)
+
+
+def learn(trunk: Trunk, args: argparse.Namespace, texts: Texts, prompts: Sequence[range]) -> Ranking:
+    """Train all ways; return what ranks texts with each."""
+    rows = torch.cat([torch.arange(one.start, one.stop - 1) for one in prompts])
+    return partial(ranked, trunk, train(trunk, texts, rows, args))
+
+
 def run(args: argparse.Namespace) -> int:
     """Train and judge all ways with each seed, and write the record."""
-    trunk = Trunk(MedusaModel.from_pretrained(args.model, dtype=torch.float32, device_map=args.device))
-    costs, texts = cost(copy.deepcopy(trunk.heads).cpu()), read(args.records, trunk.heads, trunk.device)
-    judged = {file.parent.parent.name: read([file], trunk.heads, trunk.device) for file in args.judged}
-    cells = [(where, name, str(size)) for where in judged for name in WAYS for size in SIZES]
+    return compare(NAME, args, load(args), list(WAYS), learn, costs)
+
+
+def compare(
+    name: str,
+    args: argparse.Namespace,
+    model: MedusaModel,
+    ways: Sequence[str],
+    learn: Callable[[Trunk, argparse.Namespace, Texts, Sequence[range]], Ranking],
+    costs: Callable[[Trunk], dict[str, dict[str, float]]],
+) -> int:
+    """Train all ways of an ablation and walk their trees, with each seed; write the record."""
+    layers = len(model.backbone.decoder.layers)
+    of_layers = () if name == NAME else (layers // 3, 2 * layers // 3)
+    texts = read(args.records, model, of_layers)
+    judged = {file.parent.parent.name: read([file], model, of_layers) for file in args.judged}
+    trunk = Trunk(model)
+    cells = [(where, way, str(size)) for where in judged for way in ways for size in SIZES]
     steps = dict.fromkeys(cells, torch.zeros(()))
-    figures: dict[str, Any] = {where: {name: {"by_seed": []} for name in WAYS} for where in judged}
+    figures: dict[str, Any] = {where: {way: {"by_seed": []} for way in ways} for where in judged}
     for seed in args.seeds:
         torch.manual_seed(seed)
         prompts = random.Random(seed).sample(texts.prompts, len(texts.prompts))
-        rows = torch.cat([torch.arange(one.start, one.stop - 1) for one in prompts[args.held_out :]])
-        terms = train(trunk, texts, rows, args)
-        chosen_on = ranked(trunk, terms, texts, prompts[: args.held_out])
-        trees = {(name, str(size)): walked_tree(found, size) for name, found in chosen_on.items() for size in SIZES}
-        found = {where: ranked(trunk, terms, of, of.prompts) for where, of in judged.items()}
-        for where, name, size in cells:
-            paths, by_seed = found[where][name], figures[where][name]["by_seed"]
-            walked = walk(paths, trees[name, size])
-            steps[where, name, size] = steps[where, name, size] + torch.tensor(walked.by_prompt)
+        rank = learn(trunk, args, texts, prompts[args.held_out :])
+        chosen_on = rank(texts, prompts[: args.held_out])
+        trees = {(way, str(size)): walked_tree(found, size) for way, found in chosen_on.items() for size in SIZES}
+        found = {where: rank(of, of.prompts) for where, of in judged.items()}
+        for where, way, size in cells:
+            paths, by_seed = found[where][way], figures[where][way]["by_seed"]
+            walked = walk(paths, trees[way, size])
+            steps[where, way, size] = steps[where, way, size] + torch.tensor(walked.by_prompt)
             if size == str(SIZES[0]):
                 by_seed.append({f"top_{n}": [row[n - 1] / paths.positions for row in paths.hits] for n in (1, 5)})
             by_seed[-1][size] = walked.tokens_per_step
-    for where, name, size in cells:
-        pairs = torch.cat([steps[where, name, size], steps[where, CONTROL, size]], dim=1).tolist()
+    for where, way, size in cells:
+        pairs = torch.cat([steps[where, way, size], steps[where, CONTROL, size]], dim=1).tolist()
         both = {"tokens_per_step": interval.ratio(pairs), "over_control": interval.ratio_of_rates(pairs)}
-        figures[where][name][size] = {what: asdict(one) for what, one in both.items() if one is not None}
-        print(where, name, size, *(f"{what} {interval.as_text(one)}" for what, one in both.items()))
-    sizes = {where: {"answers": len(of.prompts), "tokens": len(of.states)} for where, of in judged.items()}
-    sizes["learnt"] = {"answers": len(texts.prompts), "tokens": len(texts.states)}
+        figures[where][way][size] = {what: asdict(one) for what, one in both.items() if one is not None}
+        print(where, way, size, *(f"{what} {interval.as_text(one)}" for what, one in both.items()))
+    lengths = {where: list(map(len, of.prompts)) for where, of in {**judged, "learnt": texts}.items()}
+    sizes = {where: {"answers": len(of), "tokens": sum(of)} for where, of in lengths.items()}
     names = ("model", "device", "seeds", "steps", "positions", "rate", "held_out")
-    given = {name: getattr(args, name) for name in names}
+    given = {one: getattr(args, one) for one in names}
     conditions = {**given, "texts": sizes, "threads": torch.get_num_threads(), "intervals": interval.WORDS}
-    print(harness.write_record(NAME, {**conditions, "ways": figures, "cost": costs}))
+    print(harness.write_record(name, {**conditions, "ways": figures, "cost": costs(trunk)}))
     return 0

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from benchmarks.ablations import __main__ as command
-from benchmarks.ablations import draft, figure_5, figure_7, measuring, setup, table_3, writing
+from benchmarks.ablations import context, draft, figure_5, figure_7, measuring, selector, setup, table_3, writing
 from medusa_decoding.demo import CHECKPOINT
+from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.trees.tree import Tree
 from recipes.demo.requests import draw
@@ -210,3 +211,86 @@ def test_a_draft_learns_the_tokens_of_answers_alone(monkeypatch: pytest.MonkeyPa
             total += float((wanted.exp() * (wanted - said)).sum())
     found = draft._train(base, small, texts, settings)
     assert found == {"tokens": tokens, "last_kl": pytest.approx(total / tokens, abs=1e-4)}
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> tuple[MedusaModel, Path]:
+    """A model whose heads have a parents' term, and a file of records."""
+    torch.manual_seed(0)
+    base = tiny()
+    heads = MedusaHeads(32, 11, 2, shared_projection=True, parent_rank=4, root_rank=4)
+    for weight in heads.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    file = tmp_path / "greedy" / "generated" / "records.jsonl"
+    file.parent.mkdir(parents=True)
+    records = [{"input_ids": row.tolist(), "learnt": [[5, len(row)]]} for row in prompts(6, [30, 41, 27])]
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return MedusaModel(base, heads.eval()), file
+
+
+def test_texts_are_read_and_ranked_as_steps_do(texts: tuple[MedusaModel, Path]) -> None:
+    model, file = texts
+    found, trunk = selector.read([file], model, [1]), selector.Trunk(model)
+    assert model.heads is not None
+    ranks = selector.ranked(trunk, {"own": selector.Term(trunk.heads, selector.Way(None))}, found, found.prompts)
+    for record, answer, [path] in zip(file.read_text().splitlines(), found.prompts, ranks["own"].texts, strict=True):
+        ids = json.loads(record)["input_ids"]
+        made = model.backbone.causal_lm.model(torch.tensor([ids]), output_hidden_states=True)
+        rows = slice(answer.start - 4, answer.stop + 1)
+        assert torch.allclose(found.states[rows], made.last_hidden_state[0], atol=1e-5)
+        assert torch.allclose(
+            found.features[rows, :32], torch.nn.functional.rms_norm(made.hidden_states[1][0], [32]), atol=1e-4
+        )
+        assert found.later[answer].tolist() == [[*ids[5 + i : 8 + i], -1, -1][:3] for i in range(len(answer))]
+        for i, of_heads in enumerate(path):
+            root, later = ids[5 + i], [*ids[6 + i : 8 + i], -1][:2]
+            children = model.heads.propose_children(
+                made.last_hidden_state[:, 4 + i], torch.tensor([root]), 10, model.backbone.lm_head,
+                root_embedding=model.backbone.embed_tokens(torch.tensor([root])),
+            )  # fmt: skip
+            for head, (before, token) in enumerate(zip([root, *later], later, strict=False)):
+                parent = 0 if head == 0 else children.tokens[0, 0].tolist().index(before)
+                order = children.tokens[0, head][children.order[0, head, parent]].tolist()
+                assert of_heads[head] == (order.index(token) if token in order else -1)
+
+
+def test_attention_sees_the_last_positions_of_its_own_text(
+    texts: tuple[MedusaModel, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, file = texts
+    monkeypatch.setattr(context, "WINDOW", 9)
+    found = selector.read([file], model, [0, 1])
+    reader = context.Reader(selector.Trunk(model), "attention, three layers")
+    layer, answer = reader.addition, found.prompts[1]
+    assert isinstance(layer, context.Attention)
+    torch.nn.init.normal_(layer.out.weight)
+    rows = selector.stretches(answer)
+    added = reader.inputs(found, rows.flatten()) - found.states[rows.flatten()]
+    for row, one in zip(rows.flatten().tolist(), added, strict=True):
+        if row == answer.stop - 1:
+            break
+        seen = found.features[max(answer.start - 4, row - 8) : row + 1]
+        key, value = (half.unflatten(-1, (4, 8)) for half in layer.keys(seen).chunk(2, -1))
+        scores = torch.einsum("hd,thd->ht", layer.query(seen[-1]).view(4, 8), key) / 8**0.5
+        shares = (scores + layer.bias[:, : len(seen)].flip(1)).softmax(-1)
+        assert torch.allclose(one, layer.out(torch.einsum("ht,thd->hd", shares, value).flatten()), atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["selector", "context"])
+def test_ways_start_equal_and_learn(
+    name: str, texts: tuple[MedusaModel, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, file = texts
+    one: Any = command.module(name)
+    monkeypatch.setattr(selector.harness, "write_record", lambda name, record: records.append((name, record)))
+    monkeypatch.setattr(one, "load", lambda _: model, raising=False)
+    monkeypatch.setattr(selector, "load", lambda _: model)
+    given = ["--records", str(file), "--judged", str(file), "--held-out", "3", "--positions", "64", "--seeds", "0", "1"]
+    records: list[Any] = []
+    for steps, rate in (("1", "1e-30"), ("9", "0.05")):
+        assert command.main([name, *given, "--steps", steps, "--rate", rate]) == 0
+    (first, record), (_, learnt) = records
+    ways = record["ways"]["greedy"]
+    assert (first, list(ways), list(record["cost"])) == (name, list(one.WAYS), list(one.WAYS))
+    assert all(ways[way] == ways[selector.CONTROL] for way in one.WAYS)
+    assert learnt["ways"]["greedy"][one.CONTROL]["by_seed"] != ways[selector.CONTROL]["by_seed"]
