@@ -4,7 +4,7 @@ In front of the heads of all ways but the control is an addition to the last sta
 layers 10, 20 and 30 (one third, two thirds and all of them), or what one layer of attention (as many heads as the model
 has, all of H wide) finds in the last 128 positions, prompts included. It reads features of the last layer, or of these
 three. All additions start at zero. They and the heads, also the control's, learn on from the same positions in the same
-order; data, trees and walks are those of `selector`:
+order; "as it is" learns nothing. Data, trees and walks are those of `selector`:
 
     python -m benchmarks.ablations context --records RECORDS --judged FILE
 """
@@ -40,7 +40,8 @@ from medusa_decoding.tuning.calibration import NONE, Calibration
 
 NAME = "context"
 WINDOW = 128  # positions that attention sees, its own included
-WAYS = (CONTROL, "attention, last layer", "attention, three layers", "linear map of three layers")
+AS_IT_IS = "as it is"
+WAYS = (AS_IT_IS, CONTROL, "attention, last layer", "attention, three layers", "linear map of three layers")
 
 
 class Attention(nn.Module):
@@ -85,7 +86,7 @@ class Reader(Trunk):
         self.addition: nn.Module | None = None
         if "attention" in way:
             self.addition = Attention(self.width, hidden, self.config.num_attention_heads).to(self.device)
-        elif way != CONTROL:
+        elif "map" in way:
             self.addition = nn.Linear(self.width, hidden, bias=False).to(self.device)
             nn.init.zeros_(self.addition.weight)
 
@@ -151,7 +152,7 @@ def train(readers: Mapping[str, Reader], texts: Texts, prompts: Sequence[range],
 def learn(trunk: Trunk, args: argparse.Namespace, texts: Texts, prompts: Sequence[range]) -> Ranking:
     """Train all ways; return what ranks texts with each."""
     readers = {way: Reader(trunk, way) for way in WAYS}
-    train(readers, texts, prompts, args)
+    train({way: one for way, one in readers.items() if way != AS_IT_IS}, texts, prompts, args)
 
     def rank(texts: Texts, prompts: Sequence[range]) -> dict[str, Calibration]:
         each = (ranked(one, {way: Term(one.heads, Way(None))}, texts, prompts) for way, one in readers.items())
