@@ -83,7 +83,7 @@ test-interpreted: $(EDITABLE)
 
 # The kernels as compiled for GPUs, run by the emulator of PTX in tests/emulator: every op against its specification, whole
 # generations, and the launches of real models. `make test-emulated-sample` is what CI runs of it.
-OPS := add_rms_norm decode_linear draw_tokens gumbel_noise heads_topk kv_compact rope_append tree_accept tree_attention \
+OPS := add_rms_norm cross_entropy decode_linear draw_tokens gumbel_noise heads_topk kv_compact rope_append tree_accept tree_attention \
 	tree_select tree_verify
 OP_TESTS := $(OPS:%=tests/kernels/test_%.py)
 EMULATE = PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/pytest -p emulator.plugin --races -n $(JOBS) --dist worksteal $(PYTEST_ARGS)

@@ -46,6 +46,7 @@ from medusa_decoding.training.loop.processes import Processes
 from medusa_decoding.training.loop.schedules import learning_rates
 from medusa_decoding.training.loop.states import StateCache
 from medusa_decoding.training.loop.trainer import Trainer
+from medusa_decoding.training.loss.chunked import CHUNK_ELEMENTS
 
 MIB = 2**20
 WARM = 2
@@ -86,13 +87,16 @@ def main() -> None:
     parser.add_argument("--ways", choices=WAYS, action="append", help="the backbone's states in these ways only")
     parser.add_argument("--repeats", type=int, default=5, help="timed pairs of steps")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the model and of products")
+    parser.add_argument("--chunk-elements", type=int, help="logits of a chunk (default: the device's own)")
     parser.add_argument("--record", action="store_true", help="append the figures to this machine's file")
     parser.add_argument("--threads", type=int, default=1, help="of PyTorch on a CPU")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
+    if args.chunk_elements:
+        CHUNK_ELEMENTS.update(dict.fromkeys(CHUNK_ELEMENTS, args.chunk_elements))
     chosen = [(size, way) for size, way in CASES if size in (args.size or usual) and way in (args.ways or WAYS)]
     shape = {name: value for name in ("length", "rows") if (value := getattr(args, name))}
-    cases, settings = [], {"dtype": args.dtype, "threads": args.threads, "num_heads": HEADS}
+    cases, settings = [], {"dtype": args.dtype, "threads": args.threads, "num_heads": HEADS, "chunks": CHUNK_ELEMENTS}
     for name, way in chosen:
         cases.append(measure(name, dataclasses.replace(SIZES[name], **shape), way, args.dtype, args.repeats))
         if args.record:

@@ -131,6 +131,21 @@ def test_bf16_is_as_exact_as_pytorch_on_full_logits(case, fast, monkeypatch):
         assert 0 < error <= 2 * allowed + 1e-9, (error, allowed)
 
 
+@pytest.mark.parametrize("case", ["own", "shared, trimmed"])
+def test_products_added_at_once_are_as_exact(case, monkeypatch):
+    """As on a GPU; a CPU lacks only the product itself. Under the emulator the gradients are those of the kernel."""
+
+    def add_product(total, a, b):
+        assert a.dtype == b.dtype == torch.bfloat16
+        total += a.float() @ b.float()
+
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr(projections, "_adds", lambda dtype, device: dtype == torch.bfloat16)
+    monkeypatch.setattr(projections, "_add_product", add_product)
+    for error, allowed in errors_of_ours_and_pytorch(case, torch.bfloat16, "cpu"):
+        assert 0 < error <= 2 * allowed + 1e-9, (error, allowed)
+
+
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
 def test_fp32_products_by_onednn(monkeypatch):
     monkeypatch.setattr(projections, "_mkl_is_slow", lambda: True)

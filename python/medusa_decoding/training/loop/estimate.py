@@ -159,13 +159,13 @@ def memory(config: Config, shapes: Shapes) -> dict[str, int]:
     if config.data.pack:
         activations += positions * config.data.length
     candidates = config.heads.token_map_size or shapes.vocabulary
-    chunk = min(positions, max(1, CHUNK_ELEMENTS // candidates))
+    chunk = min(positions, max(1, CHUNK_ELEMENTS["cuda"] // candidates))
     heads, blocks = config.heads.num_heads, config.heads.num_layers
     operands = 0 if config.heads.shared_projection else 6 * candidates * shapes.hidden
     if config.trains_backbone:
-        operands += 12 * chunk * shapes.vocabulary
+        operands += 6 * chunk * shapes.vocabulary
     if config.loss.targets != "hard":
-        operands += (8 * chunk + 2 * shapes.hidden) * candidates
+        operands += (14 * chunk + 2 * shapes.hidden) * candidates
     again = 4 * shapes.own if rates.batch_size > rates.micro_batch_size else 0
     return {
         "backbone": backbone,
@@ -174,7 +174,7 @@ def memory(config: Config, shapes: Shapes) -> dict[str, int]:
         "optimiser": (2 if rates.optimizer == "adamw_8bit" else 8) * trained + 4 * shapes.own,
         "activations": activations,
         "heads' states": 4 * heads * positions * shapes.hidden * (3 * blocks + 3 + (config.heads.root_rank > 0)),
-        "logits": 12 * chunk * candidates + operands,
+        "logits": 6 * chunk * candidates + operands,
     }
 
 

@@ -50,8 +50,9 @@ class Objective(nn.Module):
 
     def train(self, mode: bool = True) -> Objective:
         """Switch to training mode. A backbone that is not trained now stays in evaluation mode."""
-        super().train(mode)
-        self.model.train(mode and self.joint)
+        if (self.training, self.model.training) != (mode, mode and self.joint):  # not at every step: models are deep
+            super().train(mode)
+            self.model.train(mode and self.joint)
         return self
 
     def forward(

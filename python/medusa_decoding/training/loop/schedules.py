@@ -58,8 +58,8 @@ def make_optimiser(groups: list[dict[str, Any]], config: Config) -> torch.optim.
     rates = config.optimisation
     options: dict[str, Any] = {"betas": (rates.beta_1, rates.beta_2), "eps": rates.epsilon}
     if rates.optimizer == "adamw":
-        # On a CPU torch's default makes ten passes over each weight: a tenth of a small step with own projections.
-        fused = all(weight.device.type == "cpu" for group in groups for weight in group["params"])
+        # torch's default makes ten passes over each weight: on a CPU a tenth of a small step with own projections.
+        fused = all(weight.device.type in ("cpu", "cuda") for group in groups for weight in group["params"])
         return torch.optim.AdamW(groups, fused=fused or None, **options)
     for weight in (weight for group in groups for weight in group["params"]):
         if weight.numel() >= 2**31:

@@ -12,11 +12,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from medusa_decoding.training.data.targets import IGNORE, send
+from medusa_decoding.training.data.targets import send
 from medusa_decoding.training.loss.projections import Projection
+from medusa_kernels.cross_entropy import cross_entropy
 
-CHUNK_ELEMENTS = 2**25
-"""Logits of a chunk by default: 128 MiB of fp32."""
+CHUNK_ELEMENTS = {"cpu": 2**25, "cuda": 2**26}
+"""Logits of a chunk by default, by the type of the device: 128 and 256 MiB of fp32."""
 TOP = 10
 """Accuracies are counted for the top 1 to 10 candidates by default."""
 
@@ -41,13 +42,16 @@ class Loss:
 
 
 class Criterion(Protocol):
-    """The loss of a chunk's logits, with the `sums` and `hits` so far; see `Loss`."""
+    """The loss of logits, chunk by chunk: the `sums` and `hits` so far; see `Loss`."""
 
     sums: Tensor
     hits: Tensor
 
-    def __call__(self, head: int, rows: slice, logits: Tensor, wants_gradient: bool) -> Tensor:
-        """Return the summed loss of a chunk; if a gradient is wanted, overwrite the logits with theirs."""
+    def __call__(self, head: int, rows: slice, logits: Tensor, dtype: torch.dtype | None) -> Tensor | None:
+        """Count a chunk; return the gradient of its logits in `dtype` or theirs, or None if that is None.
+
+        The gradient may overwrite the logits.
+        """
 
 
 def chunked_loss(
@@ -73,7 +77,7 @@ def chunked_loss(
     wants_gradient = torch.is_grad_enabled() and any(
         tensor.requires_grad for tensor in (states, *projection.parameters)
     )
-    chunk = max(1, CHUNK_ELEMENTS // projection.size) if chunk is None else chunk
+    chunk = max(1, CHUNK_ELEMENTS[states.device.type] // projection.size) if chunk is None else chunk
     total = _Chunked.apply(projection, criterion, scales, chunk, wants_gradient, states, *projection.parameters)
     outside = torch.zeros_like(counts) if outside is None else outside
     return Loss(total, criterion.sums, counts, outside, criterion.hits)
@@ -92,7 +96,6 @@ class _Chunked(torch.autograd.Function):
         *parameters: Tensor,
     ) -> Tensor:
         heads, positions, _ = states.shape
-        total = states.new_zeros((), dtype=scales.dtype)
         # fp16 would lose small gradients before a loss scaler has multiplied them.
         kind = torch.float32 if states.dtype == torch.float16 else states.dtype
         gradient = torch.zeros_like(states, dtype=kind) if wants_gradient else None
@@ -100,15 +103,16 @@ class _Chunked(torch.autograd.Function):
             for start in range(0, positions, chunk):
                 rows = slice(start, start + chunk)
                 logits = projection.logits(head, rows, states[head, rows], wants_gradient)
-                total += criterion(head, rows, logits, wants_gradient) * scales[head]
-                if gradient is not None:
-                    gradient[head, rows] = projection.backward(head, rows, logits, scales[head])
+                found = criterion(head, rows, logits, projection.dtype if wants_gradient else None)
                 del logits
+                if gradient is not None and found is not None:
+                    gradient[head, rows] = projection.backward(head, rows, found, scales[head])
+                del found
             projection.end_head(head)
         if gradient is not None:
             ctx.dtypes = (states.dtype, *(p.dtype for p in parameters))
             ctx.gradients = [gradient, *projection.gradients()]
-        return total
+        return (criterion.sums * scales).sum()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -128,38 +132,14 @@ class CrossEntropy:
     def __init__(self, targets: Tensor, top: int, dtype: torch.dtype) -> None:
         self.sums = torch.zeros(len(targets), dtype=dtype, device=targets.device)
         self.hits = torch.zeros(len(targets), top, dtype=torch.int64, device=targets.device)
-        self.targets, self._top = targets, top
+        self.targets = targets
         self._ranks = torch.arange(top, device=targets.device)
 
-    def __call__(self, head: int, rows: slice, logits: Tensor, wants_gradient: bool) -> Tensor:
+    def __call__(self, head: int, rows: slice, logits: Tensor, dtype: torch.dtype | None) -> Tensor | None:
         """See `Criterion`."""
-        targets = self.targets[head, rows]
-        valid = targets != IGNORE
-        index = targets.clamp(min=0)[:, None]
-        chosen = logits.gather(1, index)
-        if self._top:
-            rank = _rank(logits, chosen, index) if self._top > 1 else _first_or_not(logits, chosen, index)
-            self.hits[head] += ((rank[:, None] <= self._ranks) & valid[:, None]).sum(0)
-        # The logarithm of the largest probability gives that of the target's, however small it is: one pass of softmax,
-        # several times as fast on a CPU as `logsumexp` and `exp`.
-        largest = logits.amax(1, keepdim=True)
-        probabilities = torch.softmax(logits, 1, out=logits if wants_gradient else None)
-        loss = largest - chosen - probabilities.amax(1, keepdim=True).log()
-        loss = loss.squeeze(1).masked_fill(~valid, 0.0).sum()
-        self.sums[head] += loss
-        if wants_gradient:
-            probabilities.scatter_(1, index, probabilities.gather(1, index) - 1)
-            probabilities.mul_(valid[:, None])
-        return loss
-
-
-def _first_or_not(logits: Tensor, chosen: Tensor, index: Tensor) -> Tensor:
-    # 0 for the first of the largest logits, else 1: one pass instead of the rank's four.
-    return ((logits.argmax(1, keepdim=True) != index) | chosen.isnan()).long().squeeze(1)
-
-
-def _rank(logits: Tensor, chosen: Tensor, index: Tensor) -> Tensor:
-    # Counts what is below, so that a NaN ranks last.
-    columns = torch.arange(logits.shape[1], device=logits.device)
-    below = (logits < chosen).sum(1) + ((logits == chosen) & (columns >= index)).sum(1)
-    return logits.shape[1] - below
+        top = self.hits.shape[1]
+        losses, ranks, gradient = cross_entropy(logits, self.targets[head, rows], top, dtype)
+        self.sums[head] += losses.sum()
+        if top:
+            self.hits[head] += (ranks[:, None] <= self._ranks).sum(0)
+        return gradient

@@ -28,7 +28,7 @@ def language_loss(
         labels: int64 [T], the token id at each position or IGNORE.
         segments: int64 [T], see `shifted_labels`.
         normaliser: [1], divides the sum; the number of targets without it.
-        chunk: positions whose logits are in memory at a time; as many as make 128 MiB without it.
+        chunk: positions whose logits are in memory at a time; by default as many as `CHUNK_ELEMENTS` allows.
         top: accuracies are counted for the top 1 to `top` candidates; 0 for none.
 
     Returns:
@@ -114,22 +114,21 @@ class Divergence:
         self._teacher, self._states, self._places = teacher, states.detach(), places
         self._hard = hard
 
-    def __call__(self, head: int, rows: slice, logits: Tensor, wants_gradient: bool) -> Tensor:
+    def __call__(self, head: int, rows: slice, logits: Tensor, dtype: torch.dtype | None) -> Tensor | None:
         """See `Criterion`."""
         places = self._places[head, rows]
         teacher = self._teacher.logits(head, rows, self._states[places.clamp(min=0)], wants_gradient=False)
         if self._hard is not None:
-            self._hard(head, rows, logits, False)
+            self._hard(head, rows, logits, None)
         p, q = teacher.softmax(1), logits.softmax(1)
         torch.log_softmax(teacher, 1, out=teacher)
         torch.log_softmax(logits, 1, out=logits)
         # A token that the teacher rules out (probability 0, logarithm -inf) adds nothing.
         losses = teacher.sub_(logits).masked_fill_(p == 0, 0.0).mul_(p).sum(1)
-        if wants_gradient:
-            torch.sub(q, p, out=logits).masked_fill_((places == IGNORE)[:, None], 0.0)
-        loss = losses.masked_fill(places == IGNORE, 0.0).sum()
-        self.sums[head] += loss
-        return loss
+        self.sums[head] += losses.masked_fill(places == IGNORE, 0.0).sum()
+        if dtype is None:
+            return None
+        return torch.sub(q, p, out=logits).masked_fill_((places == IGNORE)[:, None], 0.0)
 
 
 def without_adapter(lm_head: nn.Module) -> nn.Module:

@@ -80,7 +80,7 @@ def medusa_loss(
         normaliser: [K], divides each head's sum; its own count of targets without it.
         through_backbone: let the gradient reach `hidden` and a shared lm_head (Medusa-2). Otherwise both are detached
             (Medusa-1).
-        chunk: positions whose logits are in memory at a time; as many as make 128 MiB without it.
+        chunk: positions whose logits are in memory at a time; by default as many as `CHUNK_ELEMENTS` allows.
         top: accuracies are counted for the top 1 to `top` candidates; 0 for none.
 
     Returns:

@@ -2,9 +2,10 @@
 
 Rounding: with 16-bit weights the operands of the three products (logits, gradient of the states, gradient of the
 weights) are 16-bit, their sums fp32. The gradient of the logits is rounded to 16 bits before its products while it
-still lies in [-1, 1]; weights and means are factors applied afterwards, in fp32. A CPU has no such products: there
-logits are fp32 products, of bfloat16 operands if that is faster. If it has instructions for bfloat16, the results of
-the other two products are rounded to bfloat16, as those of autocast are; otherwise they are fp32 products too.
+still lies in [-1, 1]; weights and means are factors applied afterwards, in fp32, or on a GPU before the states are
+rounded to bfloat16 for the gradient of the weights. A CPU has no such products: there logits are fp32 products, of
+bfloat16 operands if that is faster. If it has instructions for bfloat16, the results of the other two products are
+rounded to bfloat16, as those of autocast are; otherwise they are fp32 products too.
 """
 
 from __future__ import annotations
@@ -34,16 +35,20 @@ class Projection(Protocol):
     Attributes:
         size: V', the number of logits per position.
         parameters: the tensors that `gradients` returns the gradients of, in its order.
+        dtype: what `backward` rounds the gradient of the last `logits` to.
     """
 
     size: int
     parameters: tuple[Tensor, ...]
+    dtype: torch.dtype
 
     def logits(self, head: int, rows: slice, states: Tensor, wants_gradient: bool) -> Tensor:
         """Return the logits of one head: states [C, H] -> fp32 [C, V'], which the caller overwrites."""
 
     def backward(self, head: int, rows: slice, gradient: Tensor, scale: Tensor) -> Tensor:
-        """Return the gradient of the states from that of the last `logits`: fp32 [C, V'] -> [C, H], times `scale`.
+        """Return the gradient of the states from that of the last `logits`: [C, V'] -> [C, H], times `scale`.
+
+        `gradient` is fp32, or in `dtype`.
 
         Adds to the gradient of the parameters, at the latest in `end_head`. Until then it may keep `gradient`, which
         the caller must not change.
@@ -96,6 +101,11 @@ def _operand_types(dtype: torch.dtype, device: torch.device) -> tuple[torch.dtyp
     return torch.float32, dtype if dtype == torch.bfloat16 and torch.cpu._is_avx512_bf16_supported() else torch.float32
 
 
+def _adds(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether a product is added to a sum at once: on a GPU, from PyTorch 2.11 on; fp16 takes factors later."""
+    return device.type == "cuda" and dtype != torch.float16 and torch.__version__ >= "2.11"
+
+
 def _product(a: Tensor, b: Tensor) -> Tensor:
     with torch.autocast(a.device.type, enabled=False):
         if a.dtype in _HALF:
@@ -103,6 +113,14 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
         if a.dtype == torch.float32 and a.device.type == "cpu" and _mkl_is_slow():
             return torch.ops.mkldnn._linear_pointwise(a, b.t(), None, "none", [], "")
         return torch.mm(a, b)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    with torch.autocast(a.device.type, enabled=False):
+        if a.dtype == total.dtype:
+            total.addmm_(a, b)
+        else:
+            torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
 
 
 def _rounded_product(a: Tensor, b: Tensor) -> Tensor:
@@ -138,6 +156,8 @@ class Matrix:
         self.parameters: tuple[Tensor, ...] = (weight,)
         self._weight, self._dtype, self._map = weight.detach(), dtype, token_map
         self._types = _operand_types(dtype, weight.device)
+        self.dtype = self._types[1]
+        self._at_once = _adds(dtype, weight.device)
         self._trains, self._per_head = weight.requires_grad, weight.ndim == 3
         self._operands: tuple[int, dict[torch.dtype, Tensor]] = -1, {}
         self._gradient: Tensor | None = None
@@ -158,14 +178,17 @@ class Matrix:
     def logits(self, head: int, rows: slice, states: Tensor, wants_gradient: bool) -> Tensor:
         """Multiply by the matrix; see `Projection`."""
         kind, of_gradients = self._types
-        self._states = states.to(of_gradients)
+        self._states = states if self._at_once else states.to(of_gradients)
         multiply = _product if kind == of_gradients else _rounded_product
         return multiply(states.to(kind), self._matrix(head, kind).t())
 
     def backward(self, head: int, rows: slice, gradient: Tensor, scale: Tensor) -> Tensor:
         """Multiply by the matrix' transpose, and keep what the gradient of the matrix needs; see `Projection`."""
         gradient = gradient.to(self._types[1])
-        if self._trains:
+        if self._trains and self._at_once:
+            scaled = torch.mul(self._states, scale, out=torch.empty_like(self._states, dtype=gradient.dtype))
+            _add_product(self._total(head), gradient.t(), scaled)
+        elif self._trains:
             # With slabs, half of [V', H] keeps the peak below that of one product [V', H] per chunk.
             room = gradient.shape[1] * self._states.shape[1] * sum_type(self._dtype).itemsize // 2
             self._pending.append((gradient, self._states))
@@ -254,6 +277,7 @@ class Called:
             states = states.detach().requires_grad_(wants_gradient)
             output = self._module(states)
             output = output if self._map is None else output.index_select(-1, self._map)
+        self.dtype = output.dtype
         self._graph = (states, output) if wants_gradient else None
         return output.detach().to(sum_type(output.dtype), copy=True)
 
@@ -302,6 +326,7 @@ class Parents:
     def logits(self, head: int, rows: slice, states: Tensor, wants_gradient: bool) -> Tensor:
         """Add the term; see `Projection`."""
         logits = self._inner.logits(head, rows, states, wants_gradient)
+        self.dtype = logits.dtype
         if not self._wide:
             self._wide = [tensor.detach().to(logits.dtype) for tensor in self._own]
         tokens, mix, candidates = self._wide
