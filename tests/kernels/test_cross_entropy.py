@@ -16,9 +16,11 @@ NAN, INF = math.nan, math.inf
 
 
 def drawn(vocabulary: int, device: str) -> tuple[Tensor, Tensor]:
-    """Rows whose targets have probabilities from tiny to almost 1, with equal logits, and one row without a target."""
-    logits = (torch.randn(6, vocabulary) * torch.tensor([0.1, 1.0, 5.0, 20.0, 3.0, 1.0])[:, None]).round(decimals=1)
+    """Rows whose targets have probabilities from tiny to almost 1, two with many equal logits, one without a target."""
+    logits = (torch.randn(6, vocabulary) * torch.tensor([0.03, 0.03, 5.0, 20.0, 3.0, 1.0])[:, None]).round(decimals=1)
     targets = torch.randint(0, vocabulary, (6,))
+    largest = logits == logits.amax(1, keepdim=True)
+    targets[0], targets[1] = largest[0].nonzero()[0], largest[1].nonzero()[-1]  # the first and the last of equal ones
     targets[4] = -100
     logits[5, targets[5]] = 30.0
     return logits.to(device), targets.to(device)

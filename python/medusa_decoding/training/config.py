@@ -270,7 +270,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 REMOVED = (
     ("heads", "storage", "float", "leave it out, and run `medusa export --storage` after training"),
     ("lora", "target", "all-linear", "leave it out: the adapter is on all linear layers"),
-    ("loss", "chunk", None, "leave it out: 128 MiB of logits are in memory at a time"),
+    ("loss", "chunk", None, "leave it out: 128 MiB of logits are in memory at a time, 256 MiB on a GPU"),
 )
 """Settings of versions up to 0.3 (section, name), the value that is still read, and what to do with another."""
 

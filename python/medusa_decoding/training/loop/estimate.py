@@ -128,9 +128,9 @@ def memory(config: Config, shapes: Shapes) -> dict[str, int]:
       is trained, n e (20 H + 9 I + A) for every layer (with the adapter's inputs and their dropout); with gradient
       checkpointing, for one layer, and n H e for every layer. The mask of packed rows: n length.
     - heads' states: 4 K n H (3 L + 3), with a root input 4 K n H more.
-    - logits: 12 C V' (with softmax, ranks) and for own projections 2 V' H (chunks that wait for their product) + 4 V'
-      H (one head's operand). If the backbone is trained, 12 C V more; with soft labels 8 C V' + 2 V' H (the teacher's
-      logits, its probabilities, and its operand).
+    - logits: 6 C V' (with the gradient in 16 bits) and for own projections 2 V' H (chunks that wait for their product)
+      + 4 V' H (one head's operand). If the backbone is trained, 6 C V more; with soft labels 14 C V' + 2 V' H (the
+      teacher's logits, two softmaxes, and the teacher's operand).
 
     Left out: the program itself and its libraries (about 1 GB on the host; about 0.5 GB of a GPU), fragmentation, and
     on the host the best heads so far (4 h, `Trainer.best`) and what a checkpoint is written from.

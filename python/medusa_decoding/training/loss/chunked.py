@@ -77,7 +77,9 @@ def chunked_loss(
     wants_gradient = torch.is_grad_enabled() and any(
         tensor.requires_grad for tensor in (states, *projection.parameters)
     )
-    chunk = max(1, CHUNK_ELEMENTS[states.device.type] // projection.size) if chunk is None else chunk
+    if chunk is None:
+        chunk = max(1, CHUNK_ELEMENTS[states.device.type] // projection.size)
+        chunk = chunk - chunk % 128 or chunk  # whole tiles of a GPU's product
     total = _Chunked.apply(projection, criterion, scales, chunk, wants_gradient, states, *projection.parameters)
     outside = torch.zeros_like(counts) if outside is None else outside
     return Loss(total, criterion.sums, counts, outside, criterion.hits)
