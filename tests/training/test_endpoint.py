@@ -107,6 +107,21 @@ class Flaky(httpx.ASGITransport):
         return await super().handle_async_request(request)
 
 
+class Ending(httpx.ASGITransport):
+    """A server that is told to end and started again: it never answers its first three requests."""
+
+    asked = 0
+
+    async def handle_async_request(self, request):
+        self.asked += request.method == "POST"
+        if request.method == "POST" and self.asked <= 3:
+            await asyncio.sleep(5)
+            raise AssertionError("still waited for")
+        if request.method == "GET" and 0 < self.asked <= 3:
+            raise httpx.ConnectError("refused", request=request)
+        return await super().handle_async_request(request)
+
+
 def write(served, path, model, settings, seeds=None, **options):
     seeds = records() if seeds is None else seeds
     report = write_records(model, served.tokenizer, seeds, settings, path, **options)
@@ -141,6 +156,16 @@ def test_a_server_writes_the_records_of_the_engine_also_after_failures_and_a_sto
     other = replace(model, model="other")
     with pytest.raises(ValueError, match=r"model: expected {'served': 'demo'} like the records that are there"):
         write(served, file, other, settings, turns=turns, resume=True)
+
+
+def test_requests_that_a_server_keeps_after_it_has_ended_are_asked_again(served, connect, tmp_path, monkeypatch):
+    monkeypatch.setattr(endpoint, "WATCH", 0.01)
+    with MedusaModel(served.model) as medusa:
+        own, _ = write(served, tmp_path / "own.jsonl", medusa, GREEDY)
+    seen = connect(Ending(served.app))
+    found, _ = write(served, tmp_path / "served.jsonl", Endpoint.connect(config(served)), GREEDY)
+    assert found == own
+    assert seen.pauses[:3] == [1.0] * 3
 
 
 def test_the_command_asks_a_server_and_keeps_the_key_to_itself(served, connect, tmp_path, monkeypatch, capsys):

@@ -10,6 +10,8 @@ import asyncio
 import os
 import re
 import sys
+import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -32,6 +34,8 @@ FULL = 5
 """Attempts that a 429 counts for at most while other requests are answered: the server's queue is full."""
 SILENCE, MOST_BYTES = 3600.0, 2**26
 """Seconds without a byte after which a connection is broken (answers arrive whole), and most bytes of a response."""
+WATCH = 10.0
+"""Seconds between looks at whether a server that owes answers still takes connections."""
 FORMS: tuple[dict[str, Any], ...] = ({"return_token_ids": True}, {"skip_special_tokens": False}, {})
 """Fields that say in which form answers come; the next ones are asked for if a server lacks the first."""
 _URL = re.compile(r"https?://[\w.\-\[\]:]+(/[^\s?#@]*)?")
@@ -265,6 +269,8 @@ class _Client:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         limits, timeout = httpx.Limits(max_connections=None), httpx.Timeout(SILENCE, connect=30.0)
         self.http, self._answered = httpx.AsyncClient(headers=headers, limits=limits, timeout=timeout), 0
+        self._looked: dict[str, float] = {}
+        self._gone: Counter[str] = Counter()
 
     async def fetch(self, urls: Sequence[str], body: Mapping[str, Any] | None = None) -> tuple[str, int, bytes]:
         """Return the URL that answered, the status and the content; each attempt is at the next URL."""
@@ -272,15 +278,11 @@ class _Client:
 
         url, why, attempt = "", "", 0
         while attempt < ATTEMPTS:
-            url, content, before = urls[attempt % len(urls)], bytearray(), self._answered
+            url, before = urls[attempt % len(urls)], self._answered
             pause = min(2.0**attempt, LONGEST_PAUSE)
             attempt += 1
             try:
-                async with self.http.stream("GET" if body is None else "POST", url, json=body) as response:
-                    async for chunk in response.aiter_bytes():
-                        content += chunk
-                        if len(content) > MOST_BYTES:
-                            raise ValueError(f"{NAME}: expected at most {MOST_BYTES} bytes from {url}, got more")
+                response, content = await self._watched(url, body)
                 if response.status_code != 429 and response.status_code < 500:
                     self._answered += 1
                     return url, response.status_code, bytes(content)
@@ -297,6 +299,41 @@ class _Client:
             if why.startswith("HTTP 429") and self._answered > before:
                 attempt = min(attempt, FULL)
         raise ValueError(f"{NAME}: expected an answer from {url} in {ATTEMPTS} attempts, got {why}; try --resume")
+
+    async def _watched(self, url: str, body: Mapping[str, Any] | None) -> tuple[Any, bytearray]:
+        """Return a response and its content, or raise httpx's `ReadError` if the server takes no connections any more.
+
+        vLLM 0.32, told to end, keeps the connections of running requests open and never answers them.
+        """
+        import httpx
+
+        reply, gone = asyncio.ensure_future(self._read(url, body)), self._gone[url]
+        try:
+            while not (await asyncio.wait([reply], timeout=WATCH))[0]:
+                now = time.monotonic()
+                if body is not None and now - self._looked.get(url, -WATCH) >= WATCH:
+                    self._looked[url] = now
+                    try:
+                        await self.http.get(url.removesuffix("completions") + "models", timeout=WATCH)
+                    except httpx.ConnectError:
+                        self._gone[url] += 1
+                    except httpx.RequestError:
+                        pass
+                if self._gone[url] > gone and not reply.done():
+                    raise httpx.ReadError("the server takes no connections any more")
+            return reply.result()
+        finally:
+            reply.cancel()
+            await asyncio.wait([reply])
+
+    async def _read(self, url: str, body: Mapping[str, Any] | None) -> tuple[Any, bytearray]:
+        content = bytearray()
+        async with self.http.stream("GET" if body is None else "POST", url, json=body) as response:
+            async for chunk in response.aiter_bytes():
+                content += chunk
+                if len(content) > MOST_BYTES:
+                    raise ValueError(f"{NAME}: expected at most {MOST_BYTES} bytes from {url}, got more")
+        return response, content
 
 
 async def _get(urls: Sequence[str]) -> list[tuple[str, int, bytes]]:
