@@ -2,7 +2,8 @@
 
     python -m recipes.machines > recipes/README.md
 
-The models' sizes are those of their published configs, in recipes/shapes.
+The models' sizes are those of their published configs, in recipes/shapes: checked against LitGPT's `litgpt/config.py`
+(26857050; Vicuna: the commit before 33eab00d, which removed it), untied embeddings against copies of `config.json`.
 """
 
 from __future__ import annotations
