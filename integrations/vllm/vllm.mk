@@ -12,10 +12,10 @@ test-vllm: $(VLLM_VENV)/.installed
 bench-vllm: $(VLLM_VENV)/.installed
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m benchmarks.bench_vllm $(BENCH_ARGS)
 
-$(VLLM_VENV)/.installed: $(EDITABLE) integrations/vllm/pyproject.toml
+$(VLLM_VENV)/.installed: $(EDITABLE) integrations/vllm/pyproject.toml integrations/vllm/vllm.mk
 	$(PYTHON) -m venv $(VLLM_VENV)
 	$(VLLM_PIP) $(TORCH)
-	$(VLLM_PIP) $(VLLM) pytest
+	$(VLLM_PIP) $(VLLM) pytest accelerate
 	$(VLLM_VENV)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
 	$(VLLM_VENV)/bin/python -c "import os, sysconfig; root = os.getcwd(); \
 		open(sysconfig.get_path('purelib') + '/checkout.pth', 'w').write(f'{root}\n{root}/python\n')"

@@ -5,6 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +30,7 @@ from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from medusa_decoding import MedusaModel
 from medusa_decoding.checkpoints import read_heads, write_heads
+from medusa_decoding.cli import main
 from medusa_decoding.demo import CHECKPOINT, HEADS
 from medusa_decoding.trees.tree import Tree
 from medusa_vllm import register
@@ -173,6 +180,57 @@ def test_other_heads(tmp_path: Path, plain: list[list[list[int]]], kind: str) ->
         counts = counted(llm)
     print(kind, counts["spec_decode_num_accepted_tokens"], "of", counts["spec_decode_num_draft_tokens"])
     assert counts["spec_decode_num_accepted_tokens"] > 0.4 * counts["spec_decode_num_drafts"]
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> Iterator[str]:
+    """Start vLLM's server, and wait until it answers; `vllm serve` of the builds for CPUs does not start."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(BASE), "--port", str(port)]
+    command += ["--host", "127.0.0.1", "--dtype", "float32", "--enforce-eager", "--served-model-name", "demo"]
+    with (tmp_path / "log").open("wb") as log:
+        server = subprocess.Popen(
+            command, stdout=log, stderr=log, env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+        )
+    try:
+        for _ in range(600):
+            assert server.poll() is None, (tmp_path / "log").read_text()[-4000:]
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/models"):
+                break
+            time.sleep(0.5)
+        yield f"http://127.0.0.1:{port}/v1"
+    finally:
+        server.terminate()
+        server.wait(60)
+
+
+def test_its_server_writes_the_records_that_we_write_also_after_a_kill(
+    tmp_path: Path, url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seeds, config, records = tmp_path / "seeds.jsonl", tmp_path / "config.yaml", "generated/records.jsonl"
+    seeds.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in ASKED[:16]))
+    config.write_text(
+        f"model: {{name: {BASE}, dtype: float32}}\ndata: {{train: [{{path: {seeds}}}]}}\n"
+        "generation: {max_new_tokens: 48, temperature: 0.0}\noutput: {folder: out}\n"
+    )
+    distill = ["distill", "--json", "--only-data", "--config", str(config), "--set"]
+    assert main([*distill, f"output.folder={tmp_path / 'own'}"]) == 0
+    ours = (tmp_path / "own" / records).read_bytes()
+    file = tmp_path / "served" / records
+    served = [*distill, f"output.folder={tmp_path / 'served'}", "--set", f"generation.endpoint={url}", "--set"]
+    killed = subprocess.Popen([sys.executable, "-m", "medusa_decoding", *served, "generation.batch_size=1"])
+    while killed.poll() is None and not (file.exists() and file.stat().st_size):
+        time.sleep(0.01)
+    killed.kill()
+    assert killed.wait() == -signal.SIGKILL
+    assert 0 < file.read_bytes().count(b"\n") < ours.count(b"\n") == 16
+    capsys.readouterr()
+    assert main([*served, "generation.batch_size=8", "--resume"]) == 0
+    assert file.read_bytes() == ours
+    figures = json.loads(capsys.readouterr().out)["generation"]
+    assert figures["exact"] == 16 - figures["before"]
+    assert figures["encoded"] == 0
 
 
 @pytest.mark.slow
