@@ -154,12 +154,17 @@ PULL = 2.3
 of 33 explain what 64 rows cost on an H200; for other GPUs it is a guess."""
 
 
-DECODED = {4: (2.2, 0.16, 0.28), 8: (1.25, 0.39, 0.55)}
-"""What decoding takes on an H200, by the bits of a weight: the least time of a step of columns, in latencies of the
-memory; then the most that one program decodes, and all of a multiprocessor's programs do together, as shares of its
-even part of the bandwidth. Fitted to the projections of Llama-3-8B, which take as long with 16 rows as with one: a step
-of 128 x 128 codes takes four warps 1.4 us, and two such programs at once 1.6 us; one of 64 x 64 nf4 codes takes 1.0 us,
-with up to three at once."""
+DECODED = {
+    (False, 4): (0.0, 0.35, 0.5),
+    (False, 8): (0.7, 0.8, 1.0),
+    (True, 4): (2.2, 0.16, 0.28),
+    (True, 8): (1.25, 0.39, 0.55),
+}
+"""What decoding takes on an H200, by `swap` and the bits of a weight: the least time of a step of columns, in latencies
+of the memory; then the most that one program decodes, and all of a multiprocessor's programs do together, as shares of
+its even part of the bandwidth. Fitted to the projections of Llama-3-8B: with `swap` a step of 128 x 128 codes takes
+four warps 1.4 us, and two such programs at once 1.6 us; one of 64 x 64 nf4 codes takes 1.0 us, with up to three at
+once."""
 
 
 def choices(device: Device, dtype: torch.dtype, m: int, gate: bool) -> list[Config]:
@@ -181,13 +186,16 @@ def choices(device: Device, dtype: torch.dtype, m: int, gate: bool) -> list[Conf
 
 
 def stored_choices(device: Device, dtype: torch.dtype, m: int, gate: bool, bits: int, group: int) -> list[Config]:
-    """Return the tiles for weights in 4 and 8 bits, calculated: those whose warps decode no weight twice.
+    """Return the tiles for weights in 4 and 8 bits: those whose warps decode no weight twice, calculated.
 
-    On Hopper, and where two sums of 64 rows spill otherwise, decoded weights are the left factor.
+    Decoded weights are the left factor on Hopper with more than 16 rows of x, and where two sums of 64 spill otherwise.
+    With fewer rows, an H200 takes 0.6 to 0.85 of the time if they are the right one.
     """
-    swap = device.hopper or (device.capability[0] == 10 and gate and m == MOST_ROWS)
+    swap = m > 16 if device.hopper else device.capability[0] == 10 and gate and m == MOST_ROWS
     tiles: tuple[tuple[int, int, int], ...]
-    if device.hopper:
+    if device.hopper and not swap:
+        tiles = ((64, 128, 4),)
+    elif device.hopper:
         tiles = ((64, 128, 4), (128, 128, 8 if m == MOST_ROWS else 4))
     elif swap:
         tiles = ((64, 64, 4),)
@@ -238,7 +246,7 @@ def _time(
     stored = bits / 8 or dtype.itemsize
     in_flight = (config.num_stages - 1) * weights * config.block_k * stored
     latency = count * IN_FLIGHT / (in_features * stored)
-    step, alone, together = DECODED[bits] if bits and device.hopper else (0.0, math.inf, math.inf)
+    step, alone, together = DECODED[config.swap, bits] if bits and device.hopper else (0.0, math.inf, math.inf)
 
     def wave(held: int) -> float:
         most = -(-held // count)  # programs of the busiest multiprocessor
