@@ -115,7 +115,7 @@ class Ending(httpx.ASGITransport):
     async def handle_async_request(self, request):
         self.asked += request.method == "POST"
         if request.method == "POST" and self.asked <= 3:
-            await asyncio.sleep(5)
+            await asyncio.sleep(60)
             raise AssertionError("still waited for")
         if request.method == "GET" and 0 < self.asked <= 3:
             raise httpx.ConnectError("refused", request=request)
