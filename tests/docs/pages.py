@@ -3,7 +3,8 @@
 A page's blocks run in their order, in one temporary folder that also has the checkout's `recipes`:
 
 - ```` ```console ````: each line that begins with `$ ` is a command, also over several lines that end in a backslash.
-  The lines after it are its output, in order: numbers may differ, `...` stands for anything, and lines may be left out.
+  The lines after it are its output, in order: numbers and durations may differ, `...` stands for anything, and lines
+  may be left out.
   A command whose shown output has a line `medusa: ..` must refuse with exit code 2, any other must succeed.
 - ```` ```python ````: all blocks of a page share one namespace.
 - ```` ```text output ````: what the block before it prints.
@@ -38,7 +39,8 @@ SHOWN = ("text", "json", "yaml", "toml", "bibtex")
 _BLOCK = re.compile(
     r"^<!-- setup:(?P<setup>.*?)-->$|^(?P<indent> *)```(?P<info>[^\n`]*)\n(?P<body>.*?)^(?P=indent)```$", re.M | re.S
 )
-_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?")
+# A busy machine's seconds are minutes.
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?: (?:s|min|h \d+ min)\b)?")
 
 
 @dataclass(frozen=True)

@@ -61,13 +61,14 @@ def test_commands_are_told_from_their_output():
     [
         (["2 of 3 texts", "1.5 x"], []),
         (["7 of 9 texts"], []),
+        (["takes 2 min"], []),
         (["2 of ... texts"], []),
         (["1.5 x", "2 of 3 texts"], ["2 of 3 texts"]),
         (["2 of 3 text"], ["2 of 3 text"]),
     ],
 )
 def test_shown_lines_must_be_printed_in_order_whatever_the_numbers(shown, missing):
-    assert pages.missing_lines(shown, "2 of 3 texts\nelse\n1.52   x\n") == missing
+    assert pages.missing_lines(shown, "2 of 3 texts\nelse\n1.52   x\ntakes 90 s\n") == missing
 
 
 def test_a_page_that_shows_what_is_not_printed_fails(tmp_path, monkeypatch):
