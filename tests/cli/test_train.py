@@ -71,7 +71,7 @@ def test_check_says_what_would_run_and_writes_nothing(recipe, tmp_path, capsys):
     assert "4 held out" in shown
     assert "steps of 4 rows: heads" in shown
     assert re.search(r"\d tokens, \d+ of them learnt", shown)
-    assert re.search(r"memory \(estimated, .*\): \S+ MiB of the \S+ GiB that this machine has free", shown)
+    assert re.search(r"memory \(estimated, .*\): \S+ KiB of the \S+ GiB that this machine has free", shown)
     assert re.search(r"\n  optimiser +\S+ KiB\n", shown)
     assert re.search(r"\ntime: about \d+ s on an idle machine \(from a micro-batch measured here", shown)
     assert "vLLM 0.28 to 0.32: yes, medusa export --format vllm\n" in shown
@@ -81,7 +81,7 @@ def test_check_says_what_would_run_and_writes_nothing(recipe, tmp_path, capsys):
     assert "--on: expected model.dtype bfloat16" in capsys.readouterr().err
     assert main(["train", "--config", str(recipe), "--check", "--on", "2 x L4", "--set", "model.dtype=bfloat16"]) == 0
     shown = capsys.readouterr().out
-    assert re.search(r"memory \(estimated, .*\): \S+ MiB of the 24.00 GiB of one L4\n", shown)
+    assert re.search(r"memory \(estimated, .*\): \S+ KiB of the 24.00 GiB of one L4\n", shown)
     assert "time: about 1 s on 2 x L4 (predicted: its operations at 50% of the published peak" in shown
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "states").exists()
