@@ -191,7 +191,7 @@ def stored_choices(device: Device, dtype: torch.dtype, m: int, gate: bool, bits:
     Decoded weights are the left factor on Hopper with 64 rows of x, and where two sums of 64 spill otherwise. With
     fewer rows an H200 takes 0.6 to 0.97 of the time if they are the right one.
     """
-    swap = m == MOST_ROWS if device.hopper else device.capability[0] == 10 and gate and m == MOST_ROWS
+    swap = m == MOST_ROWS and (device.hopper or (device.capability[0] == 10 and gate))
     tiles: tuple[tuple[int, int, int], ...]
     if device.hopper:
         tiles = ((64, 128, 4), (128, 128, 8))[: 1 + swap]
