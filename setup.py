@@ -37,7 +37,7 @@ ISA_FLAGS = {
     "base": "",
     "avx2": AVX2_FLAGS,
     "avx512": AVX512_FLAGS,
-    "avx512_bf16": f"{AVX512_FLAGS} -mavx512bf16",
+    "avx512_bf16": f"{AVX512_FLAGS} -mavx512bf16 -mavx512vnni",
 }
 MATH_FLAGS = "-fno-math-errno -ffp-contract=fast"
 

@@ -6,7 +6,8 @@ All ways of one model and dtype run in turn within this process, some steps at a
 random, so hardly any draft token is accepted: this is the cost of a step, not its acceptance length. A ratio is the
 median over the rounds of a way's time over that of the same way's plain step in the same round. Bytes are counted as in
 bench_step. "int8" has torchao's int8 weights in the layers and lm_head in bf16, as transformers quantises by default;
-"int8-all" has an int8 lm_head as well; "int4" has both in torchao's int4 of groups of 32. Activations are in bf16.
+"int8-all" has an int8 lm_head as well; "int4" has both in torchao's int4 of groups of 32. Activations are in bf16; in
+"int8-dynamic" the layers round theirs to int8, and lm_head is that of "int8-all".
 
 "modules" runs our step with the model's own norms, projections and MLPs, called one by one, as for layers that the ops
 cannot run (`--models OLMo-2-254M Gemma-2-254M Granite-254M --ways eager modules transformers-eager`).
@@ -40,6 +41,7 @@ DTYPES = {
     "fp32": (torch.float32, ""),
     "int8": (torch.bfloat16, "layers"),
     "int8-all": (torch.bfloat16, "all"),
+    "int8-dynamic": (torch.bfloat16, "dynamic"),
     "int4": (torch.bfloat16, "int4"),
 }
 WAYS = ("eager", "compiled", "transformers-eager", "transformers-compiled")
@@ -61,12 +63,21 @@ def quantise(base: Any, quantised: str) -> None:
     """Quantise a model in place, as an entry of `DTYPES` says; in int4 with the group size of Q4_0."""
     if not quantised:
         return
-    from torchao.quantization import Int8WeightOnlyConfig, IntxWeightOnlyConfig, PerGroup, quantize_
+    from torchao.quantization import (
+        Int8DynamicActivationInt8WeightConfig,
+        Int8WeightOnlyConfig,
+        IntxWeightOnlyConfig,
+        PerGroup,
+        quantize_,
+    )
 
     if quantised == "int4":
         quantize_(base, IntxWeightOnlyConfig(torch.int4, PerGroup(32)))
-    else:
-        quantize_(base if quantised == "all" else base.model, Int8WeightOnlyConfig())
+        return
+    rounding = Int8DynamicActivationInt8WeightConfig() if quantised == "dynamic" else Int8WeightOnlyConfig()
+    quantize_(base.model, rounding)
+    if quantised != "layers":
+        quantize_(base, Int8WeightOnlyConfig(), lambda _, name: name == "lm_head")
 
 
 def turn(run: Call, reset: Call) -> Turn:

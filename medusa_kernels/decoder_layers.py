@@ -90,7 +90,7 @@ def packed(layers: Sequence[LayerWeights], final_norm: Tensor) -> tuple[list[Ten
         for place, projection in enumerate(layer.projections):
             *tensors, codes = projection
             slots += tensors
-            form |= quantised.CODES.index(codes) << reference.SLOTS + reference.KIND_BITS * place
+            form |= quantised.KINDS.index(codes) << reference.SLOTS + reference.KIND_BITS * place
         forms.append(form + sum(1 << slot for slot, tensor in enumerate(slots) if tensor is not None))
         weights += [tensor for tensor in slots if tensor is not None]
     _checks.contiguous("final_norm", final_norm)
@@ -112,7 +112,8 @@ def _check_sizes(index: int, layer: LayerWeights, first: LayerWeights, final_nor
     for place, (projection, n, k) in enumerate(zip(layer.projections, rows, columns, strict=True)):
         name, like = f"layers[{index}].projections[{place}]", final_norm
         weight, bias, scale, zero, codes = projection
-        quantised.check((name, f"{name}.scale", f"{name}.zero"), weight, scale, zero, codes, (n, k), "final_norm", like)
+        names = (name, f"{name}.scale", f"{name}.zero")
+        quantised.check(names, weight, scale, zero, codes, (n, k), "final_norm", like, dynamic=True)
         _checks.contiguous(name, weight)
         if scale is not None:
             _checks.dtype(f"{name}.scale", scale, torch.float32)

@@ -10,6 +10,8 @@ What a code stands for is named:
 
 * `"int4"`: the code less a zero point, which is 8, or uint8 `[N, K / g]` of 0 to 16. Column 2j is in the lower half of
   byte j, as compressed-tensors packs it.
+* `"dynamic"`: int8 numbers, whose products are with activations that are rounded to 8 bits as well, see `rounded`:
+  what torchao and compressed-tensors call dynamic. Only `decode_linear` and `decoder_layers` read it, on a CPU.
 * `"nf4"`, `"fp4"`: its place in a table (QLoRA, arXiv:2305.14314, appendix E, and bitsandbytes). Column 2j is in the
   upper half of byte j, as bitsandbytes packs it.
 """
@@ -24,6 +26,8 @@ from torch import Tensor
 from medusa_kernels import _checks
 
 CODES = ("int4", "nf4", "fp4")
+"""What codes of 4 bits may stand for."""
+KINDS = (*CODES, "dynamic")
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -53,9 +57,11 @@ def group_size(weight: Tensor, scale: Tensor | None) -> int:
 
 def check(
     names: tuple[str, str, str], weight: Tensor, scale: Tensor | None, zero: Tensor | None, codes: str,
-    shape: _checks.Shape, like: str, other: Tensor,
+    shape: _checks.Shape, like: str, other: Tensor, *, dynamic: bool = False,
 ) -> None:  # fmt: skip
     """Check a weight that stands for `shape`, `[..., N, K]`, beside activations `other`, named `like`.
+
+    `dynamic` says whether the op can round them.
 
     Raises:
         ValueError: a wrong shape, dtype, device or layout, or unknown codes. The message has the one of `names` for the
@@ -63,7 +69,12 @@ def check(
     """
     *outer, size = shape
     name, of_scale, of_zero = names
-    _checks.require(codes in CODES, "codes", " or ".join(CODES), codes)
+    known = KINDS if dynamic else CODES
+    _checks.require(codes in known, "codes", " or ".join(known), codes)
+    if codes == "dynamic":
+        integers = weight.dtype == torch.int8 and scale is not None
+        _checks.require(integers, "codes", "dynamic only for int8 weights with scales", f"it for {weight.dtype}")
+        _checks.require(other.device.type == "cpu", "codes", "dynamic only on a CPU", f"it on {other.device}")
     if scale is None:
         _checks.require(zero is None, of_zero, "None without a scale", "zero points")
         _checks.match(name, weight, shape, like, other)
@@ -121,6 +132,18 @@ def dequantised(
     if codes == "int4":
         numbers = numbers - (MIDDLE if zero is None else zero.to(wide)[..., None])
     return (numbers * scale).flatten(-2)
+
+
+def rounded(x: Tensor, codes: str) -> Tensor:
+    """Return x `[..., K]` as a weight with these codes sees it: for "dynamic" rounded to 8 bits with a scale per row.
+
+    The scale is the row's largest size over 127.5, at least 2^-23, as that of torchao's and compressed-tensors' layers.
+    """
+    if codes != "dynamic" or x.numel() == 0:
+        return x
+    wide = x if x.dtype == torch.float64 else x.float()
+    scale = (wide.abs().amax(-1, keepdim=True) / 127.5).clamp(min=2**-23)
+    return ((wide * (1 / scale)).round().clamp(-128, 127) * scale).to(x.dtype)
 
 
 def pack(numbers: Tensor, codes: str = "int4") -> Tensor:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from medusa_kernels import cache_rows
 from medusa_kernels.cache_rows import dequantised_rows, quantised_rows
-from medusa_kernels.quantised import CODES, dequantised
+from medusa_kernels.quantised import KINDS, dequantised, rounded
 
 WORD = 64
 """Tree nodes per ancestor word."""
@@ -233,6 +233,7 @@ def decode_linear(
         of_each = zip(weights, scales, zeros or [None] * len(weights), strict=True)
         wide = _wide(x).dtype
         weights = [dequantised(weight, scale, zero, codes, wide=wide) for weight, scale, zero in of_each]
+    x = rounded(x, codes)
     if parts > 1:
         pieces = zip(*(_wide(tensor).tensor_split(parts, -1) for tensor in (x, *weights)), strict=True)
         return torch.stack(
@@ -286,7 +287,7 @@ KIND_BITS = 4
 
 def codes_of(form: int, projection: int) -> str:
     """Return what the codes of a layer's projection, 0 (q) to 6 (down), stand for, by its form: see `packed`."""
-    return CODES[form >> SLOTS + KIND_BITS * projection & 2**KIND_BITS - 1]
+    return KINDS[form >> SLOTS + KIND_BITS * projection & 2**KIND_BITS - 1]
 
 
 def layers_by(

@@ -43,7 +43,7 @@ const Choice kChoices[] = {
 #endif
 #if defined(MEDUSA_HAS_AVX512_BF16)
     // Intel's processors multiply floats twice as fast as bfloat16 pairs, AMD's the other way round.
-    {ops_avx512_bf16, [] { return __builtin_cpu_supports("avx512bf16") != 0; },
+    {ops_avx512_bf16, [] { return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni"); },
      [] { return __builtin_cpu_is("amd") != 0; }},
 #endif
 };

@@ -12,10 +12,30 @@ inline int64_t row_bytes(int64_t type, int64_t columns) {
   return type == kFloat32 ? 4 * columns : type == kBFloat16 ? 2 * columns : type >= kInt4 ? columns / 2 : columns;
 }
 
-// Vectors of one prepared token.
+// Vectors of one prepared token; one that is rounded ends with its scale.
 template <class W>
 MEDUSA_INLINE int64_t prepared_vectors(int64_t columns) {
-  return blocks(columns, W::kStep) * W::kParts;
+  return blocks(columns, W::kStep) * W::kParts + kRounds<W>;
+}
+
+// Rounds one token to 8 bits. Its scale is its largest size over 127.5, but not less than 2^-23, as in torchao.
+template <class W, class A>
+inline void round_token(const typename A::T* from, int64_t columns, typename W::X* to) {
+  F most{}, lost{};
+  for (int64_t i = 0; i < columns; i += kLanes) {
+    const F v = get<A>(from + i, columns - i);
+    most = larger(v < 0.0f ? -v : v, most);
+    lost = lost + v * 0.0f;  // NaN for NaN and infinity, which 8 bits do not have
+  }
+  const float size = largest(most) / 127.5f, scale = (size > 0x1p-23f ? size : 0x1p-23f) + sum(lost);
+  const float factor = 1.0f / scale;
+  auto* codes = reinterpret_cast<int16_t*>(to);
+  for (int64_t i = 0; i < blocks(columns, W::kStep) * W::kStep; i += kLanes) {
+    const F v = i < columns ? get<A>(from + i, columns - i) : F{};
+    const F code = (v * factor + 12582912.0f) - 12582912.0f;  // rounded, as in `exponential`
+    store(codes + i, __builtin_convertvector(__builtin_convertvector(code > 127.0f ? all(127.0f) : code, I), Shorts));
+  }
+  __builtin_memcpy(to + prepared_vectors<W>(columns) - 1, &scale, sizeof(scale));
 }
 
 // Puts tokens [tokens, columns] into the order in which the columns of a weight of `type` are multiplied, padded with
@@ -23,6 +43,12 @@ MEDUSA_INLINE int64_t prepared_vectors(int64_t columns) {
 template <class W, class A>
 inline void prepare(const typename A::T* from, int64_t tokens, int64_t columns, typename W::X* to,
                     int64_t type = A::kType) {
+  if constexpr (kRounds<W>) {
+    for (int64_t token = 0; token < tokens; ++token) {
+      round_token<W, A>(from + token * columns, columns, to + token * prepared_vectors<W>(columns));
+    }
+    return;
+  }
   const int64_t even = type == kNf4 || type == kFp4 ? 1 : 0;  // where the even columns are: see quantised.py
   const int64_t steps = blocks(columns, W::kStep);
   for (int64_t token = 0; token < tokens; ++token) {
@@ -112,7 +138,7 @@ template <class W, int kRows, int kTokens>
 inline void tile(const Row* w, const Codes& codes, int64_t ahead, const typename W::X* x, int64_t columns, float* out,
                  int64_t stride) {
   const int64_t vectors = prepared_vectors<W>(columns);
-  F acc[kRows * kTokens] = {};
+  std::conditional_t<kRounds<W>, I, F> acc[kRows * kTokens] = {};
   each_step<W, kRows>(w, codes, ahead, columns, [&](const char* const* rows, const auto* tables, int64_t step) MEDUSA_INLINED {
     MEDUSA_UNROLL
     for (int part = 0; part < W::kParts; ++part) {
@@ -128,7 +154,17 @@ inline void tile(const Row* w, const Codes& codes, int64_t ahead, const typename
       }
     }
   });
-  finish<kRows, kTokens>(acc, out, stride);
+  if constexpr (kRounds<W>) {
+    F sums[kRows * kTokens];
+    for (int i = 0; i < kRows * kTokens; ++i) {
+      float scale;
+      __builtin_memcpy(&scale, x + (i / kRows + 1) * vectors - 1, sizeof(scale));
+      sums[i] = __builtin_convertvector(acc[i], F) * scale;
+    }
+    finish<kRows, kTokens>(sums, out, stride);
+  } else {
+    finish<kRows, kTokens>(acc, out, stride);
+  }
 }
 
 // Those rows times `tokens` tokens, kTokens at most.
@@ -162,7 +198,7 @@ inline void passes(const Row* w, const Codes& codes, int64_t ahead, const typena
       });
       Row wide[kRows];
       for (int r = 0; r < kRows; ++r) wide[r].data = widened + r * vectors * kBytes;
-      return passes<Wide, kRows>(wide, codes, 0, x, tokens, vectors * Wide::kStep, out, stride);
+      return passes<Wide, kRows>(wide, codes, 0, x, tokens, (vectors - kRounds<W>) * Wide::kStep, out, stride);
     }
   }
   for (int64_t left = blocks(tokens, kTileTokens); left > 0; --left) {

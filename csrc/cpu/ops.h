@@ -8,8 +8,9 @@
 
 namespace medusa {
 
-// What numbers are stored as. Two codes of 4 bits lie in a byte: see medusa_kernels/quantised.py.
-enum Type : int64_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2, kFloat8 = 3, kInt4 = 4, kNf4 = 5, kFp4 = 6 };
+// What numbers are stored as. Two codes of 4 bits lie in a byte: see medusa_kernels/quantised.py. Those of kDynamicInt8
+// are multiplied with activations that are rounded to 8 bits as well.
+enum Type : int64_t { kFloat32, kBFloat16, kInt8, kFloat8, kDynamicInt8, kInt4, kNf4, kFp4 };
 
 // Of a gate.
 enum Activation : int64_t { kSilu = 0, kGeluTanh = 1 };

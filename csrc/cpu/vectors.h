@@ -14,6 +14,7 @@ typedef float F __attribute__((vector_size(kBytes)));
 typedef uint32_t U __attribute__((vector_size(kBytes)));
 typedef int32_t I __attribute__((vector_size(kBytes)));
 typedef uint16_t Halves __attribute__((vector_size(kBytes / 2)));
+typedef int16_t Shorts __attribute__((vector_size(kBytes / 2)));
 typedef int8_t Quarters __attribute__((vector_size(kBytes / 4)));
 
 #define MEDUSA_INLINE inline __attribute__((always_inline))

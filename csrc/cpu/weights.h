@@ -201,6 +201,42 @@ struct Integers4 {
   }
 };
 
+// Products of integers: tokens are rounded to 8 bits when they are prepared ("dynamic" in quantised.py). Both factors are
+// widened to 16 bits: sums of two products of bytes would not fit in 16.
+typedef int16_t S __attribute__((vector_size(kBytes)));
+typedef int8_t Bytes __attribute__((vector_size(kBytes / 2)));
+
+// sum += the products of adjacent pairs.
+MEDUSA_INLINE void multiply(I& sum, S x, S w) {
+#if defined(__AVX512VNNI__)
+  sum = I(_mm512_dpwssd_epi32(__m512i(sum), __m512i(x), __m512i(w)));
+#elif defined(__AVX512F__)
+  sum = sum + I(_mm512_madd_epi16(__m512i(x), __m512i(w)));
+#elif defined(__AVX2__)
+  sum = sum + I(_mm256_madd_epi16(__m256i(x), __m256i(w)));
+#else
+  for (int lane = 0; lane < kLanes; ++lane) sum[lane] += x[2 * lane] * w[2 * lane] + x[2 * lane + 1] * w[2 * lane + 1];
+#endif
+}
+
+struct Int16Weight : OneTable {
+  using X = S;
+  using Wide = Int16Weight;
+  static constexpr int kParts = 1, kStep = 2 * kLanes, kStepBytes = kBytes;
+  static MEDUSA_INLINE S part(const char* w, int, Table) { return load<S>(w); }
+};
+
+struct DynamicInt8 : OneTable {
+  using X = S;
+  using Wide = Int16Weight;
+  static constexpr int kParts = 1, kStep = 2 * kLanes, kStepBytes = 2 * kLanes;
+  static MEDUSA_INLINE S part(const char* w, int, Table) { return __builtin_convertvector(load<Bytes>(w), S); }
+};
+
+// Whether products are of integers.
+template <class W>
+constexpr bool kRounds = std::is_same_v<typename W::X, S>;
+
 // The forms of weights beside activations A.
 template <class A>
 struct Forms {
@@ -299,6 +335,8 @@ MEDUSA_INLINE bool with_weight(int64_t type, const Run& run, int64_t group = 0) 
         run(FourBits<true>{});
       }
     }
+  } else if (type == kDynamicInt8) {
+    run(DynamicInt8{});
   } else if (type == kInt8) {
     run(typename Forms<A>::Int8{});
   } else if (type == kFloat8) {

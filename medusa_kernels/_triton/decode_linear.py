@@ -247,7 +247,7 @@ def decode_linear(
 ):  # fmt: skip
     """Launch a kernel, or PyTorch's products for many rows; see the public `decode_linear`."""
     size, features = x.shape[-1], [weight.shape[0] for weight in weights]
-    if x.numel() > MOST_ROWS * size:
+    if x.numel() > MOST_ROWS * size or codes == "dynamic":
         return with_linear(
             x, weights, biases, gate=gate, residual=residual, scales=scales, parts=parts, zeros=zeros, codes=codes,
             activation=activation, factor=factor,

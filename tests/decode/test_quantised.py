@@ -85,7 +85,7 @@ LLM_INT8 = "a bitsandbytes.nn.modules.Linear8bitLt"
 NF4_LM_HEAD = {
     "bnb_4bit_use_double_quant": True, "llm_int8_skip_modules": NONE_LEFT_OUT, "bnb_4bit_quant_storage": "bfloat16",
 }  # fmt: skip
-INTX, DYNAMIC = "IntxUnpackedToInt8Tensor", "whose inputs are quantised or scaled too"
+INTX = "IntxUnpackedToInt8Tensor"
 CASES = {
     "bnb 8 bit": Case(lambda: bnb(8), "Int8Params", ROUNDED, LLM_INT8),
     "bnb 8 bit, no outliers": Case(lambda: bnb(8, llm_int8_threshold=0.0), "Int8Params", ROUNDED, LLM_INT8),
@@ -102,7 +102,7 @@ CASES = {
     ),
     "torchao fp8": Case(lambda: torchao("Float8WeightOnlyConfig"), "Float8Tensor", 0, "weights in float8_e4m3fn"),
     "torchao int8 dynamic": Case(
-        lambda: torchao("Int8DynamicActivationInt8WeightConfig"), "Int8Tensor", ROUNDED, DYNAMIC
+        lambda: torchao("Int8DynamicActivationInt8WeightConfig"), "Int8Tensor", ROUNDED, r"int8 \(dynamic\)"
     ),
     "torchao int4": Case(lambda: torchao("IntxWeightOnlyConfig", asymmetric_int4), INTX, 0, "weights in int4"),
     "torchao int4, embedding and lm_head": Case(
@@ -241,7 +241,7 @@ def test_the_text_is_that_of_the_quantised_model(name, dtype, folder, unquantise
 
 def assert_same_product(found, layer, dtype):
     """Assert that what was read gives the product of the library's own layer, within a few roundings."""
-    x = torch.randn(5, 192, generator=torch.Generator().manual_seed(4), dtype=dtype)
+    x = torch.randn(1, 5, 192, generator=torch.Generator().manual_seed(4), dtype=dtype)
     zeros = None if found.zero is None else [found.zero]
     ours = decode_linear(x, [found.weight], scales=[found.scale], zeros=zeros, codes=found.codes)
     rounded = dtype is torch.bfloat16 or getattr(layer, "compute_dtype", None) is torch.bfloat16
@@ -265,7 +265,7 @@ def test_other_families_own_heads_and_padded_rows(name, family, tmp_path):
     assert output.tokens_per_step > 1, "no draft token was ever accepted"
 
 
-def compressed(ignore=("lm_head",), form=None, **weights):
+def compressed(ignore=("lm_head",), form=None, inputs=None, **weights):
     """Return the small model compressed by compressed-tensors, and its compressor."""
     from compressed_tensors import quantization as ct
     from compressed_tensors.compressors import ModelCompressor
@@ -273,7 +273,8 @@ def compressed(ignore=("lm_head",), form=None, **weights):
 
     model = small()
     arguments = ct.QuantizationArgs(**weights)
-    scheme = ct.QuantizationScheme(targets=["Linear"], weights=arguments, format=form)
+    rounding = None if inputs is None else ct.QuantizationArgs(**inputs)
+    scheme = ct.QuantizationScheme(targets=["Linear"], weights=arguments, input_activations=rounding, format=form)
     config = ct.QuantizationConfig(config_groups={"group_0": scheme}, ignore=list(ignore))
     ct.apply_quantization_config(model, config)
     for module in model.modules():
@@ -292,6 +293,13 @@ COMPRESSED = {
     "groups": ({"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}, "weights in int4"),
     "zero points": ({"num_bits": 4, "type": "int", "strategy": "channel", "symmetric": False}, "weights in int4"),
     "int8": ({"num_bits": 8, "type": "int", "strategy": "channel", "form": "int-quantized"}, "weights in int8"),
+    "int8, dynamic": (
+        {
+            "num_bits": 8, "type": "int", "strategy": "channel", "form": "int-quantized",
+            "inputs": {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True},
+        },
+        "weights in int8 (dynamic)",
+    ),
     "fp8, lm_head": (
         {"num_bits": 8, "type": "float", "strategy": "channel", "ignore": ()}, "weights in float8_e4m3fn",
     ),
@@ -316,8 +324,9 @@ def test_compressed_weights_stay_compressed(settings, wanted):
         projection = packed.projection
     assert dict(model.named_modules()) == names
     assert list(model.state_dict()) == list(state)
-    expected = [transformers_greedy(model, row, NEW) for row in ROWS]
-    assert found == expected != [transformers_greedy(small(), row, NEW) for row in ROWS]
+    bound = ROUNDED if "inputs" in settings else 0
+    expected = [assert_own_text(model, row, text, bound) for row, text in zip(ROWS, found, strict=True)]
+    assert expected != [transformers_greedy(small(), row, NEW) for row in ROWS]
     assert_same_product(projection, model.model.layers[1].mlp.down_proj, torch.float32)
 
 

@@ -38,6 +38,7 @@ namespace {
 using medusa::kBFloat16;
 using medusa::kFloat32;
 using medusa::kFloat8;
+using medusa::kDynamicInt8;
 using medusa::kInt4;
 using medusa::kInt8;
 using medusa::kNf4;
@@ -60,7 +61,10 @@ void say_case() { std::fprintf(stderr, "this was %s: %s\n", where.c_str(), what.
 int64_t size_of(int64_t type) { return type == kFloat32 ? 4 : type == kBFloat16 ? 2 : 1; }
 
 // A weight's type beside activations of a type.
-int64_t weight_type(int64_t activations) { return maybe() ? activations : any(kInt8, medusa::kFp4); }
+int64_t weight_type(int64_t activations) {
+  const int64_t stored[] = {kInt8, kFloat8, kInt4, kNf4, medusa::kFp4};
+  return maybe() ? activations : stored[any(0, 4)];
+}
 
 // What 4-bit codes and the bits of an e4m3 stand for, before zero points and scales.
 double number_of(int64_t bits, int64_t type) {
@@ -137,7 +141,7 @@ class Array {
     }
   }
   void set(int64_t row, int64_t column, double value) {
-    if (type_ >= kFloat8) {  // the bits are given
+    if (type_ >= kFloat8 && type_ != kDynamicInt8) {  // the bits are given
       const auto bits = static_cast<int>(value);
       const int shift = type_ == kFloat8 || (column % 2 == 0) == (type_ == kInt4) ? 0 : 4;
       char* byte = at(row, column);
@@ -146,7 +150,7 @@ class Array {
       return;
     }
     value = wide_[row * columns_ + column] = rounded(value, type_);
-    if (type_ == kInt8) {
+    if (type_ == kInt8 || type_ == kDynamicInt8) {
       *at(row, column) = static_cast<char>(static_cast<int8_t>(value));  // a char may be unsigned
       return;
     }
@@ -217,9 +221,9 @@ struct Weight {
         bias(activations, 1, rows),
         zero(zeros(has_zero ? rows * (columns / this->group) : 0)) {
     const double size = 1 / std::sqrt(static_cast<double>(columns));
-    const double factor = type == kInt8 || type == kFloat8 ? size / 64 : type == kInt4 ? size / 6 : size;
+    const double factor = type >= kInt8 && type < kInt4 ? size / 64 : type == kInt4 ? size / 6 : size;
     values.fill([&] {
-      if (type == kInt8) return static_cast<double>(any(-127, 127));
+      if (type == kInt8 || type == kDynamicInt8) return static_cast<double>(any(-128, 127));
       if (type == kFloat8) return static_cast<double>(any(0, 1) * 128 + any(0, 126));
       return type >= kInt4 ? static_cast<double>(any(0, 15)) : normal() * size;
     });
@@ -242,8 +246,21 @@ struct Weight {
     double value, error;
   };
   Sum times(const double* x, int64_t row) const {
-    double sum = 0, sizes = 0;
+    double sum = 0, sizes = 0, unsure = 0;
     const double* own = values.row(row);
+    std::vector<double> codes;
+    if (type == kDynamicInt8) {
+      float most = 0;
+      for (int64_t i = 0; i < values.columns(); ++i) most = std::max(most, std::fabs(static_cast<float>(x[i])));
+      const float step = std::max(most / 127.5f, 0x1p-23f), factor = 1.0f / step;
+      for (int64_t i = 0; i < values.columns(); ++i) {
+        const double exact = x[i] * factor, code = std::min(127.0, std::nearbyint(exact));
+        codes.push_back(code * step);
+        // Halfway between two codes, rounding of the product decides.
+        if (std::fabs(std::fabs(exact - code) - 0.5) < 1e-4) unsure += std::fabs(own[i] * scale.get(row, 0)) * step;
+      }
+      x = codes.data();
+    }
     for (int64_t column = 0; column < values.columns(); ++column) {
       const int64_t at = column / group;
       const double middle = has_zero ? zero.data()[row * scale.columns() + at] : type == kInt4 ? 8 : 0;
@@ -254,7 +271,7 @@ struct Weight {
     const double added = has_bias ? bias.get(0, row) : 0, steps = static_cast<double>(values.columns()) + 8;
     // A code's value times its scale may be rounded to bfloat16.
     const double relative = std::ldexp(steps, -24) + (type >= kInt4 && of_halves ? 0x1p-9 : 0);
-    return {sum + added, relative * (sizes + std::fabs(added)) + 1e-30};
+    return {sum + added, relative * (sizes + std::fabs(added)) + unsure + 1e-30};
   }
   std::vector<double> times(const std::vector<double>& x) const {
     std::vector<double> all;
@@ -270,7 +287,7 @@ double activated(double x, int64_t activation) {
 double last_place(int64_t type) { return type == kFloat32 ? 0x1p-23 : 0x1p-8; }
 
 std::string name_of(int64_t type) {
-  return std::vector<std::string>{"float32", "bfloat16", "int8", "float8", "int4", "nf4", "fp4"}[type];
+  return std::vector<std::string>{"float32", "bfloat16", "int8", "float8", "dynamic int8", "int4", "nf4", "fp4"}[type];
 }
 
 void expect_done(int status) {
@@ -289,7 +306,7 @@ void check(const char* name, int64_t index, double found, double expected, doubl
 void linear() {
   const int64_t type = maybe() ? kFloat32 : kBFloat16, count = any(1, 3), tokens = any(1, 40);
   const bool gate = count == 2 && maybe(), with_residual = maybe(), large = any(0, 9) == 0;
-  const int64_t threads = any(1, 4), stored = weight_type(type), group = 16 * any(1, 5);
+  const int64_t threads = any(1, 4), stored = any(0, 5) == 0 ? kDynamicInt8 : weight_type(type), group = 16 * any(1, 5);
   const int64_t columns = stored >= kInt4 ? group * any(1, 4) : odd_size(300);
   std::deque<Weight> weights;
   int64_t rows = 0;

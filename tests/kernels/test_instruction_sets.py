@@ -108,6 +108,28 @@ def test_set_reads_stored_weights_and_each_row_alone(kind: str, dtype: torch.dty
 
 @pytest.mark.usefixtures("isa", "poisoned_memory")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_set_rounds_activations_beside_dynamic_weights(dtype: torch.dtype) -> None:
+    """The activations here are multiples of their scales, so rounding them loses nothing, and integers are exact."""
+    for rows, size in ((1, 1), (9, 16), (130, 48), (40, 200), (300, 70)):
+        codes = torch.randint(-126, 127, (rows, size))
+        codes[:, -1], codes[:, 0] = 127, -128
+        step = 2.0 ** torch.randint(-9, 3, (rows, 1))
+        x = torch.where((codes + 0.5).abs() == 127.5, (codes + 0.5).sign() * 127.5, codes * 1.0) * step
+        weight, scale = torch.randint(-128, 128, (70, size)).to(torch.int8), torch.rand(70) + 0.5
+        options: dict[str, Any] = {"scales": [scale], "codes": "dynamic"}
+        got = decode_linear(x.to(dtype), [weight], **options)
+        wide, of_weight = codes * step.double(), weight * scale.double()[:, None]
+        allowed = 2.0 ** (-21 if dtype == torch.float32 else -8) * (wide.abs() @ of_weight.abs().T)
+        assert bool(((got - wide @ of_weight.T).abs() <= allowed).all())
+        if rows <= 256:
+            for few in (*range(1, 9), rows - 1):
+                assert torch.equal(decode_linear(x[-few:].to(dtype), [weight], **options), got[-few:])
+    x[1, 3] = torch.inf
+    assert decode_linear(x[:3], [weight], **options).isnan().all(1).tolist() == [False, True, False]
+
+
+@pytest.mark.usefixtures("isa", "poisoned_memory")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_set_reads_layers_whose_projections_are_stored_differently(dtype: torch.dtype) -> None:
     for group, kinds in (
         (16, {"qkv": "zeros", "o": "nf4", "gate": "fp8", "down": "int4"}),

@@ -47,7 +47,8 @@ class _Held:
                 found = _compressed(module)
                 if isinstance(found, str):
                     raise ValueError(
-                        f"base_model: expected compressed weights of 4 or 8 bits and plain activations, got {found} in "
+                        f"base_model: expected compressed weights of 4 or 8 bits and plain activations, or on a CPU "
+                        f"int8 weights and activations with a dynamic scale per token, got {found} in "
                         f"{_path(causal, module)}; call the model once, which decompresses it"
                     )
             elif (found := None if "base_layer" in name else _int4_of_torchao(module)) is not None:
@@ -169,7 +170,11 @@ def _compressed(module: Any) -> Projection | str:
     weights, form = scheme.weights, getattr(scheme.format, "value", scheme.format)
     if not isinstance(module, nn.Linear) or weights is None:
         return f"a compressed {type(module).__name__}"
-    if scheme.input_activations is not None or scheme.output_activations is not None:
+    rounding, codes = scheme.input_activations, "int4"
+    if rounding is not None and weights.num_bits == 8 and held["weight_scale"].device.type == "cpu":
+        of_tokens = rounding.dynamic is True and rounding.strategy == "token" and rounding.symmetric
+        codes = "dynamic" if of_tokens and (rounding.num_bits, rounding.type) == (8, "int") else codes
+    if (rounding is not None and codes != "dynamic") or scheme.output_activations is not None:
         return "activations that are quantised too"
     described = (
         f"{weights.num_bits} bits in {form} with a scale per {getattr(weights.strategy, 'value', weights.strategy)}"
@@ -184,7 +189,8 @@ def _compressed(module: Any) -> Projection | str:
                 zero = torch.stack((of_rows & 15, of_rows >> 4), -1).flatten(-2)[:, : len(stored)].T.contiguous()
             return Projection(stored, bias, scale.contiguous(), zero)
     stored = held.get("weight", scale)
-    plain = stored.dtype in quantised.BYTES and (zero is None or not bool(zero.any()))
+    plain = stored.dtype == torch.int8 or (stored.dtype in quantised.BYTES and codes != "dynamic")
+    plain = plain and (zero is None or not bool(zero.any()))
     if plain and scale.numel() in (1, len(stored)):
-        return Projection(stored.detach(), bias, scale.reshape(-1).expand(len(stored)).contiguous())
+        return Projection(stored.detach(), bias, scale.reshape(-1).expand(len(stored)).contiguous(), None, codes)
     return described

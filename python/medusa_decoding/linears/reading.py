@@ -49,9 +49,9 @@ def _weight_of(linear: Any) -> str:
 
 
 def projection(linear: nn.Module | None) -> Projection | None:
-    """Return what the ops project with instead of a bias-free linear module, or None: call the module."""
+    """Return what the ops project to a vocabulary with instead of a bias-free module, or None: call the module."""
     found = read(linear)
-    return None if isinstance(found, str) or found.bias is not None else found
+    return None if isinstance(found, str) or found.bias is not None or found.codes == "dynamic" else found
 
 
 def plain_weight(linear: nn.Module | None) -> Tensor | None:
@@ -110,12 +110,17 @@ def _bitsandbytes(linear: Any) -> Projection | str:
 
 
 def _torchao(linear: Any) -> Projection | str:
-    """Read 8-bit numbers with a scale per row, in place."""
+    """Read 8-bit numbers with a scale per row, in place; on a CPU also those whose inputs are rounded to 8 bits."""
     weight = linear.weight
     if type(weight).__name__ not in ("Int8Tensor", "Float8Tensor") or weight.qdata.dtype not in quantised.BYTES:
         return _weight_of(linear)
     stored, scale, zero = weight.qdata, weight.scale, getattr(weight, "zero_point", None)
-    if weight.act_quant_kwargs is not None or getattr(weight, "act_pre_scale", None) is not None:
+    rounding, codes = weight.act_quant_kwargs, "int4"
+    if rounding is not None and stored.dtype == torch.int8 and stored.device.type == "cpu":
+        of_rows = type(rounding.granularity).__name__ == "PerRow" and rounding.mapping_type.name == "SYMMETRIC"
+        if of_rows and not rounding.reduce_range and weight.act_quant_scale is None:
+            codes = "dynamic"
+    if (rounding is not None and codes != "dynamic") or getattr(weight, "act_pre_scale", None) is not None:
         return f"{_weight_of(linear)} whose inputs are quantised or scaled too"
     by_row = list(weight.block_size) == [1, stored.shape[1]] and scale.numel() == len(stored)
     other = f"{_weight_of(linear)} that has more than one scale per row, or zero points"
@@ -126,7 +131,7 @@ def _torchao(linear: Any) -> Projection | str:
         # Read by the host, which a step that is captured must not be.
         if zero is not None and bool(zero.any()):
             return other
-        return Projection(stored, linear.bias, scale.reshape(-1).float().contiguous())
+        return Projection(stored, linear.bias, scale.reshape(-1).float().contiguous(), None, codes)
 
     return _once(linear, (stored, scale, zero), make)
 
