@@ -10,10 +10,12 @@ What a code stands for is named:
 
 * `"int4"`: the code less a zero point, which is 8, or uint8 `[N, K / g]` of 0 to 16. Column 2j is in the lower half of
   byte j, as compressed-tensors packs it.
-* `"dynamic"`: int8 numbers, whose products are with activations that are rounded to 8 bits as well, see `rounded`:
-  what torchao and compressed-tensors call dynamic. Only `decode_linear` and `decoder_layers` read it, on a CPU.
 * `"nf4"`, `"fp4"`: its place in a table (QLoRA, arXiv:2305.14314, appendix E, and bitsandbytes). Column 2j is in the
   upper half of byte j, as bitsandbytes packs it.
+
+In the place of such a name, `"dynamic"` says that a weight is int8 and that activations are rounded to 8 bits before
+they are multiplied with it (`rounded`), as torchao and compressed-tensors do dynamically. Only `decode_linear` and
+`decoder_layers` read that, on a CPU.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from medusa_kernels import _checks
 CODES = ("int4", "nf4", "fp4")
 """What codes of 4 bits may stand for."""
 KINDS = (*CODES, "dynamic")
+"""What the `codes` of `decode_linear` may be."""
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -137,7 +140,8 @@ def dequantised(
 def rounded(x: Tensor, codes: str) -> Tensor:
     """Return x `[..., K]` as a weight with these codes sees it: for "dynamic" rounded to 8 bits with a scale per row.
 
-    The scale is the row's largest size over 127.5, at least 2^-23, as that of torchao's and compressed-tensors' layers.
+    The scale is the row's largest size over 127.5, at least 2^-23, as in torchao's layers; compressed-tensors'
+    have no such bound.
     """
     if codes != "dynamic" or x.numel() == 0:
         return x
