@@ -55,15 +55,10 @@ struct Kept<Int8Weight, A> {
 // Stores one head as a row in 8 bits.
 template <class A>
 inline void quantise(const typename A::T* x, int64_t head_dim, char* row) {
-  F most = all(1e-30f), lost{};
+  const float size = largest_size<A>(x, head_dim), most = size < 1e-30f ? 1e-30f : size;
+  const float factor = 127.0f / most, scale = most / 127.0f;
   for (int64_t i = 0; i < head_dim; i += kLanes) {
-    const F v = get<A>(x + i, head_dim - i);
-    most = larger(v < 0.0f ? -v : v, most);
-    lost = lost + v * 0.0f;  // NaN for NaN and infinity, which 8 bits do not have
-  }
-  const float factor = 127.0f / largest(most), scale = largest(most) / 127.0f + sum(lost);
-  for (int64_t i = 0; i < head_dim; i += kLanes) {
-    const F code = (get<A>(x + i, head_dim - i) * factor + 12582912.0f) - 12582912.0f;  // rounded, as in `exponential`
+    const F code = nearest(get<A>(x + i, head_dim - i) * factor);
     const Quarters bytes = __builtin_convertvector(__builtin_convertvector(code, I), Quarters);
     __builtin_memcpy(row + i, &bytes, static_cast<size_t>(least(kLanes, head_dim - i)));
   }

@@ -21,18 +21,12 @@ MEDUSA_INLINE int64_t prepared_vectors(int64_t columns) {
 // Rounds one token to 8 bits. Its scale is its largest size over 127.5, but not less than 2^-23, as in torchao.
 template <class W, class A>
 inline void round_token(const typename A::T* from, int64_t columns, typename W::X* to) {
-  F most{}, lost{};
-  for (int64_t i = 0; i < columns; i += kLanes) {
-    const F v = get<A>(from + i, columns - i);
-    most = larger(v < 0.0f ? -v : v, most);
-    lost = lost + v * 0.0f;  // NaN for NaN and infinity, which 8 bits do not have
-  }
-  const float size = largest(most) / 127.5f, scale = (size > 0x1p-23f ? size : 0x1p-23f) + sum(lost);
+  const float size = largest_size<A>(from, columns) / 127.5f, scale = size < 0x1p-23f ? 0x1p-23f : size;
   const float factor = 1.0f / scale;
   auto* codes = reinterpret_cast<int16_t*>(to);
   for (int64_t i = 0; i < blocks(columns, W::kStep) * W::kStep; i += kLanes) {
     const F v = i < columns ? get<A>(from + i, columns - i) : F{};
-    const F code = (v * factor + 12582912.0f) - 12582912.0f;  // rounded, as in `exponential`
+    const F code = nearest(v * factor);
     store(codes + i, __builtin_convertvector(__builtin_convertvector(code > 127.0f ? all(127.0f) : code, I), Shorts));
   }
   __builtin_memcpy(to + prepared_vectors<W>(columns) - 1, &scale, sizeof(scale));

@@ -121,12 +121,14 @@ MEDUSA_INLINE float largest(F v) {
   return best;
 }
 
+// Rounds to integers, of sizes up to 2^22.
+MEDUSA_INLINE F nearest(F v) { return (v + 12582912.0f) - 12582912.0f; }
+
 // exp(x) to 2 units in the last place; 0 below -87.3, NaN for NaN.
 MEDUSA_INLINE F exponential(F x) {
   const F low = all(-87.3f), high = all(88.3f);
   const F inside = x > high ? high : x;
-  F power = inside * 1.44269504f;  // of two, rounded to an integer by adding 1.5 * 2^23
-  power = (power + 12582912.0f) - 12582912.0f;
+  const F power = nearest(inside * 1.44269504f);  // of two
   F rest = inside - power * 0.693359375f;
   rest = rest + power * 2.12194440e-4f;
   F value = all(1.9875691500e-4f);  // a polynomial of Cephes (Moshier)
@@ -204,4 +206,16 @@ MEDUSA_INLINE void put(typename A::T* to, F v, int64_t count = kLanes) {
   typename A::T part[kLanes];
   A::put(part, v);
   __builtin_memcpy(to, part, static_cast<size_t>(count) * sizeof(part[0]));
+}
+
+// The largest size of some numbers; NaN if one is NaN or infinite, which 8 bits do not have.
+template <class A>
+MEDUSA_INLINE float largest_size(const typename A::T* from, int64_t count) {
+  F most{}, lost{};
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const F v = get<A>(from + i, count - i);
+    most = larger(v < 0.0f ? -v : v, most);
+    lost = lost + v * 0.0f;
+  }
+  return largest(most) + sum(lost);
 }
