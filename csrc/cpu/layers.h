@@ -96,9 +96,10 @@ template <class A, int kRows>
 inline void weigh_rows(const float* scores, const char* values, int64_t keys, int64_t stride, int64_t head_dim,
                        float* out) {
   constexpr int64_t kSize = sizeof(typename A::T);
+  constexpr int kWide = kRows * 4 <= kManyRows * kManyTokens ? 4 : 2;  // more sums than that have no registers
   int64_t first = 0;
-  for (; first + 4 * kLanes <= head_dim; first += 4 * kLanes) {
-    weigh<A, kRows, 4>(scores, values + first * kSize, keys, stride, 4 * kLanes, out + first);
+  for (; first + kWide * kLanes <= head_dim; first += kWide * kLanes) {
+    weigh<A, kRows, kWide>(scores, values + first * kSize, keys, stride, kWide * kLanes, out + first);
   }
   for (; first < head_dim; first += kLanes) {
     weigh<A, kRows, 1>(scores, values + first * kSize, keys, stride, head_dim - first, out + first);

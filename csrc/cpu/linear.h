@@ -138,13 +138,12 @@ inline void tile(const Row* w, const Codes& codes, int64_t ahead, const typename
     for (int part = 0; part < W::kParts; ++part) {
       typename W::X parts[kRows];
       MEDUSA_UNROLL
-      for (int r = 0; r < kRows; ++r) parts[r] = W::part(rows[r], part, tables[r * kTables]);
+      for (int r = 0; r < kRows; ++r) parts[r] = kept(W::part(rows[r], part, tables[r * kTables]));
       MEDUSA_UNROLL
       for (int t = 0; t < kTokens; ++t) {
+        const auto token = kept(x[t * vectors + step * W::kParts + part]);
         MEDUSA_UNROLL
-        for (int r = 0; r < kRows; ++r) {
-          multiply(acc[t * kRows + r], x[t * vectors + step * W::kParts + part], parts[r]);
-        }
+        for (int r = 0; r < kRows; ++r) multiply(acc[t * kRows + r], token, parts[r]);
       }
     }
   });
@@ -161,12 +160,20 @@ inline void tile(const Row* w, const Codes& codes, int64_t ahead, const typename
   }
 }
 
+// The most tokens that meet kRows rows at once, and the fewest: fewer meet more rows.
+template <int kRows>
+constexpr int kMost = kRows == kManyRows ? kManyTokens : kTileTokens;
+template <int kRows>
+constexpr int kFewest = kRows == kManyRows && kRows < kTileRows ? kTileTokens + 1 : 1;
+
 // Those rows times `tokens` tokens, kTokens at most.
 template <class W, int kRows, int kTokens>
 inline void pass(const Row* w, const Codes& codes, int64_t ahead, const typename W::X* x, int64_t tokens,
                  int64_t columns, float* out, int64_t stride) {
   if (tokens == kTokens) return tile<W, kRows, kTokens>(w, codes, ahead, x, columns, out, stride);
-  if constexpr (kTokens > 1) pass<W, kRows, kTokens - 1>(w, codes, ahead, x, tokens, columns, out, stride);
+  if constexpr (kTokens > kFewest<kRows>) {
+    pass<W, kRows, kTokens - 1>(w, codes, ahead, x, tokens, columns, out, stride);
+  }
 }
 
 // Those rows times any number of tokens, in passes of equal size: the rows stay in the nearest cache, and the first pass
@@ -180,7 +187,7 @@ inline void passes(const Row* w, const Codes& codes, int64_t ahead, const typena
   if constexpr (!std::is_same_v<W, Wide>) {
     // A thread of the pool cannot throw: without room, rows are widened in every pass.
     char* widened =
-        tokens <= kTileTokens ? nullptr : static_cast<char*>(scratch(kWidened, kRows * vectors * kBytes, false));
+        tokens <= kMost<kRows> ? nullptr : static_cast<char*>(scratch(kWidened, kRows * vectors * kBytes, false));
     if (widened != nullptr) {
       each_step<W, kRows>(w, codes, ahead, columns, [&](const char* const* rows, const auto* tables, int64_t step) MEDUSA_INLINED {
         MEDUSA_UNROLL
@@ -195,9 +202,9 @@ inline void passes(const Row* w, const Codes& codes, int64_t ahead, const typena
       return passes<Wide, kRows>(wide, codes, 0, x, tokens, (vectors - kRounds<W>) * Wide::kStep, out, stride);
     }
   }
-  for (int64_t left = blocks(tokens, kTileTokens); left > 0; --left) {
+  for (int64_t left = blocks(tokens, kMost<kRows>); left > 0; --left) {
     const int64_t now = blocks(tokens, left);
-    pass<W, kRows, kTileTokens>(w, codes, ahead, x, now, columns, out, stride);
+    pass<W, kRows, kMost<kRows>>(w, codes, ahead, x, now, columns, out, stride);
     ahead = 0;
     x += now * vectors;
     out += now * stride;
@@ -232,7 +239,11 @@ inline void product(const void* weight, int64_t w_stride, const int64_t* map, in
   if constexpr (kLoneRows > kTileRows && !std::is_empty_v<typename W::Table>) {
     if (tokens == 1) tiles(std::integral_constant<int, kLoneRows>{});
   }
-  tiles(std::integral_constant<int, kTileRows>{});
+  if (kManyRows == kTileRows || tokens <= kTileTokens) {
+    tiles(std::integral_constant<int, kTileRows>{});
+  } else {
+    tiles(std::integral_constant<int, kManyRows>{});
+  }
   for (; row < rows; ++row) {
     const Row w = at(row);
     passes<W, 1>(&w, codes, w_stride, x, tokens, columns, out + row, stride);

@@ -20,15 +20,16 @@ struct Codes {
 
 MEDUSA_INLINE void multiply(F& sum, F x, F w) { sum = w * x + sum; }
 
-// Registers decide the tile: 32 vectors with AVX-512 and NEON, 16 with AVX2 and SSE. One token alone meets more rows of
-// 4-bit codes: its sums are too few to hide how long an addition takes.
+// Registers decide the tile: 32 vectors with AVX-512 and NEON, 16 with AVX2 and SSE, where more tokens meet fewer rows.
+// One token alone meets more rows of 4-bit codes: its sums are too few to hide how long an addition takes.
 #if defined(__AVX512F__)
-constexpr int kTileRows = 4, kTileTokens = 6, kLoneRows = 8;
+constexpr int kTileRows = 4, kTileTokens = 6, kManyRows = 4, kLoneRows = 8;
 #elif defined(__aarch64__)
-constexpr int kTileRows = 4, kTileTokens = 6, kLoneRows = 4;
+constexpr int kTileRows = 4, kTileTokens = 6, kManyRows = 4, kLoneRows = 4;
 #else
-constexpr int kTileRows = 4, kTileTokens = 2, kLoneRows = 4;
+constexpr int kTileRows = 4, kTileTokens = 2, kManyRows = 2, kLoneRows = 4;
 #endif
+constexpr int kManyTokens = 6;  // beside kManyRows
 
 // Tables of a row that are made at once and wait in memory: beside the sums there are no registers for them.
 constexpr int64_t kTables = 32;
@@ -75,7 +76,7 @@ MEDUSA_INLINE I widened(const char* bytes) {
 
 struct Int8Weight : OneTable {
   using X = F;
-  using Wide = Int8Weight;
+  using Wide = std::conditional_t<kManyRows == kTileRows, Int8Weight, Float32Weight>;
   static constexpr int kParts = 1, kStep = kLanes, kStepBytes = kLanes;
   static MEDUSA_INLINE F part(const char* w, int, Table) { return __builtin_convertvector(widened<true>(w), F); }
 };
