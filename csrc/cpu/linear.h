@@ -138,10 +138,10 @@ inline void tile(const Row* w, const Codes& codes, int64_t ahead, const typename
     for (int part = 0; part < W::kParts; ++part) {
       typename W::X parts[kRows];
       MEDUSA_UNROLL
-      for (int r = 0; r < kRows; ++r) parts[r] = kept(W::part(rows[r], part, tables[r * kTables]));
+      for (int r = 0; r < kRows; ++r) parts[r] = kept<kTokens>(W::part(rows[r], part, tables[r * kTables]));
       MEDUSA_UNROLL
       for (int t = 0; t < kTokens; ++t) {
-        const auto token = kept(x[t * vectors + step * W::kParts + part]);
+        const auto token = kept<kTokens>(x[t * vectors + step * W::kParts + part]);
         MEDUSA_UNROLL
         for (int r = 0; r < kRows; ++r) multiply(acc[t * kRows + r], token, parts[r]);
       }
@@ -184,7 +184,7 @@ inline void passes(const Row* w, const Codes& codes, int64_t ahead, const typena
                    int64_t columns, float* out, int64_t stride) {
   using Wide = typename W::Wide;
   const int64_t vectors = prepared_vectors<W>(columns);
-  if constexpr (!std::is_same_v<W, Wide>) {
+  if constexpr (!std::is_same_v<W, Wide> && (kRows < kTileRows || kManyRows == kTileRows)) {
     // A thread of the pool cannot throw: without room, rows are widened in every pass.
     char* widened =
         tokens <= kMost<kRows> ? nullptr : static_cast<char*>(scratch(kWidened, kRows * vectors * kBytes, false));

@@ -50,11 +50,11 @@ MEDUSA_INLINE F larger(F a, F b) { return a > b ? a : b; }
 MEDUSA_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 MEDUSA_INLINE int64_t blocks(int64_t size, int64_t block) { return (size + block - 1) / block; }
 
-// A vector that stays in a register: GCC would rather read one of a row's from memory again for each token.
-template <class V>
+// A vector that stays in a register if it is used more than once: GCC would rather read it from memory again.
+template <int kUses, class V>
 MEDUSA_INLINE V kept(V v) {
 #if defined(__x86_64__) && !defined(__AVX512F__)
-  asm("" : "+x"(v));
+  if (kUses > 1) asm("" : "+x"(v));
 #endif
   return v;
 }
