@@ -301,7 +301,7 @@ def costs(trunk: Trunk) -> dict[str, dict[str, float]]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("--records", type=Path, nargs="+", required=True, metavar="FILE", help="to learn")
+    parser.add_argument("--records", type=Path, nargs="+", required=True, metavar="FILE", help="to learn from")
     parser.add_argument("--judged", type=Path, nargs="+", required=True, metavar="FILE", help="of other prompts")
     parser.add_argument("--model", default=str(HEADS["smollm2"]), help="heads with a parent_rank (default: smollm2's)")
     parser.add_argument("--device", default="cpu", help="of training and ranking (default: cpu); costs are a CPU's")

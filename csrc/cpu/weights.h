@@ -76,7 +76,8 @@ MEDUSA_INLINE I widened(const char* bytes) {
 
 struct Int8Weight : OneTable {
   using X = F;
-  using Wide = std::conditional_t<kManyRows == kTileRows, Int8Weight, Float32Weight>;  // few rows pass more often
+  // Tiles of fewer rows need more passes over the tokens, so there rows are converted once.
+  using Wide = std::conditional_t<kManyRows == kTileRows, Int8Weight, Float32Weight>;
   static constexpr int kParts = 1, kStep = kLanes, kStepBytes = kLanes;
   static MEDUSA_INLINE F part(const char* w, int, Table) { return __builtin_convertvector(widened<true>(w), F); }
 };
