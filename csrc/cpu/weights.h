@@ -203,8 +203,9 @@ struct Integers4 {
   }
 };
 
-// Products of integers: tokens are rounded to 8 bits when they are prepared ("dynamic" in quantised.py). Both factors are
-// widened to 16 bits: sums of two products of bytes would not fit in 16.
+// Forms whose products are of integers: tokens are rounded to 8 bits when they are prepared ("dynamic" in quantised.py).
+// Both factors are widened to 16 bits: sums of two products of bytes would not fit in 16.
+struct OfIntegers {};
 typedef int16_t S __attribute__((vector_size(kBytes)));
 typedef int8_t Bytes __attribute__((vector_size(kBytes / 2)));
 
@@ -221,23 +222,23 @@ MEDUSA_INLINE void multiply(I& sum, S x, S w) {
 #endif
 }
 
-struct Int16Weight : OneTable {
+struct Int16Weight : OneTable, OfIntegers {
   using X = S;
   using Wide = Int16Weight;
   static constexpr int kParts = 1, kStep = 2 * kLanes, kStepBytes = kBytes;
   static MEDUSA_INLINE S part(const char* w, int, Table) { return load<S>(w); }
 };
 
-struct DynamicInt8 : OneTable {
+struct DynamicInt8 : OneTable, OfIntegers {
   using X = S;
   using Wide = Int16Weight;
   static constexpr int kParts = 1, kStep = 2 * kLanes, kStepBytes = 2 * kLanes;
   static MEDUSA_INLINE S part(const char* w, int, Table) { return __builtin_convertvector(load<Bytes>(w), S); }
 };
 
-// Whether products are of integers.
+// Whether products are of integers. X does not tell: to GCC 12 an __m512bh is the same vector as S.
 template <class W>
-constexpr bool kRounds = std::is_same_v<typename W::X, S>;
+constexpr bool kRounds = std::is_base_of_v<OfIntegers, W>;
 
 // The forms of weights beside activations A.
 template <class A>
