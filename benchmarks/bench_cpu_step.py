@@ -7,7 +7,7 @@ random, so hardly any draft token is accepted: this is the cost of a step, not i
 median over the rounds of a way's time over that of the same way's plain step in the same round. Bytes are counted as in
 bench_step. "int8" has torchao's int8 weights in the layers and lm_head in bf16, as transformers quantises by default;
 "int8-all" has an int8 lm_head as well; "int4" has both in torchao's int4 of groups of 32. Activations are in bf16; in
-"int8-dynamic" the layers round theirs to int8, and lm_head is that of "int8-all".
+"int8-dynamic" the layers round theirs to int8, and lm_head is that of "int8-all"; in "int4-dynamic" all projections do.
 
 "modules" runs our step with the model's own norms, projections and MLPs, called one by one, as for layers that the ops
 cannot run (`--models OLMo-2-254M Gemma-2-254M Granite-254M --ways eager modules transformers-eager`).
@@ -43,6 +43,7 @@ DTYPES = {
     "int8-all": (torch.bfloat16, "all"),
     "int8-dynamic": (torch.bfloat16, "dynamic"),
     "int4": (torch.bfloat16, "int4"),
+    "int4-dynamic": (torch.bfloat16, "int4-dynamic"),
 }
 WAYS = ("eager", "compiled", "transformers-eager", "transformers-compiled")
 MODULES = "modules"
@@ -65,14 +66,17 @@ def quantise(base: Any, quantised: str) -> None:
         return
     from torchao.quantization import (
         Int8DynamicActivationInt8WeightConfig,
+        Int8DynamicActivationIntxWeightConfig,
         Int8WeightOnlyConfig,
         IntxWeightOnlyConfig,
         PerGroup,
         quantize_,
     )
 
-    if quantised == "int4":
-        quantize_(base, IntxWeightOnlyConfig(torch.int4, PerGroup(32)))
+    if quantised.startswith("int4"):
+        rounds = quantised == "int4-dynamic"
+        config = Int8DynamicActivationIntxWeightConfig if rounds else IntxWeightOnlyConfig
+        quantize_(base, config(torch.int4, PerGroup(32)))
         return
     rounding = Int8DynamicActivationInt8WeightConfig() if quantised == "dynamic" else Int8WeightOnlyConfig()
     quantize_(base.model, rounding)

@@ -11,7 +11,8 @@ threads. Prefill is included in all times.
 
 "int8" is torchao's `Int8WeightOnlyConfig` in the layers, with bfloat16 around them, and Q8_0 in llama.cpp. Layers of
 "int8-dynamic" round their activations too (as llama.cpp does beside all quantised weights), and its lm_head is in 8
-bits. "int4" is `IntxWeightOnlyConfig` in groups of 32 in the layers and lm_head, and Q4_0 in llama.cpp. llama.cpp reads
+bits. "int4" is `IntxWeightOnlyConfig` in groups of 32 in the layers and lm_head, and Q4_0 in llama.cpp; "int4-dynamic"
+is `Int8DynamicActivationIntxWeightConfig`, whose projections round their activations to 8 bits. llama.cpp reads
 the weights of the GGUF file in the dtype's type ("llama.cpp"), and the file as it is ("given/llama.cpp"). It runs in
 `--llama`, an interpreter that has the package xllamacpp. Ways that draft have what is best of some settings for prompts
 that are not measured: the length of a copy, the nodes of the tree.
@@ -74,7 +75,7 @@ CONTEXT, BUCKET = 2048, {"cpu": 512, "cuda": 1024}
 """Most tokens of a prompt and its answer, and steps between sizes of the static cache, of which each is compiled."""
 # What llama.cpp has a dtype's weights in: the layers' projections, and lm_head.
 GGUF = {"bf16": ("BF16", "BF16"), "fp32": ("F32", "F32"), "int8": ("Q8_0", "BF16"), "int8-all": ("Q8_0", "Q8_0"),
-        "int8-dynamic": ("Q8_0", "Q8_0"), "int4": ("Q4_0", "Q4_0")}  # fmt: skip
+        "int8-dynamic": ("Q8_0", "Q8_0"), "int4": ("Q4_0", "Q4_0"), "int4-dynamic": ("Q4_0", "Q4_0")}  # fmt: skip
 GIVEN = "given"
 TEMPERATURE = 0.7
 Timed = tuple[Written, float]

@@ -15,8 +15,9 @@ from medusa_kernels import _native, quantised
 from medusa_kernels._registry import Chooser, Implementation, interpreted
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.float8_e4m3fn: 3}
-CODE_TYPES = {"dynamic": 4, "int4": 5, "nf4": 6, "fp4": 7}
-"""The enum Type of csrc/cpu/ops.h; of uint8 weights, and of dynamic ones, by what their codes stand for."""
+CODE_TYPES = {"int4": 5, "nf4": 6, "fp4": 7, "dynamic": 8}
+DYNAMIC_INT8 = 4
+"""The enum Type of csrc/cpu/ops.h; of uint8 weights by what their codes stand for."""
 MATRIX = 8
 """Members of the struct Matrix."""
 ACTIVATIONS = (torch.float32, torch.bfloat16)
@@ -61,7 +62,9 @@ def matrix(
 
 def weight_type(weight: Tensor, codes: str = "int4") -> int:
     """Return the member of the enum Type of a weight's elements."""
-    return CODE_TYPES[codes] if weight.dtype == torch.uint8 or codes == "dynamic" else TYPES[weight.dtype]
+    if weight.dtype == torch.uint8:
+        return CODE_TYPES[codes]
+    return DYNAMIC_INT8 if codes == "dynamic" else TYPES[weight.dtype]
 
 
 def native_or(op: str, function: Callable[..., Any], otherwise: Chooser, rest: str = "") -> Chooser:

@@ -58,7 +58,8 @@ def decode_linear(
             returned by itself, so that more programs stream a narrow weight. `add_rms_norm` and `rope_append` add them.
             Not with `gate` or `residual`. `linear_parts` says how many are best.
         zeros: for each weight uint8 `[N_i, K / g]`, the zero points of int4 codes; None: 8.
-        codes: what 4-bit codes stand for: "int4", "nf4" or "fp4"; "dynamic" for int8 weights that meet x in 8 bits.
+        codes: what 4-bit codes stand for: "int4", "nf4" or "fp4"; "dynamic" for int8 or int4 weights that meet
+            x in 8 bits.
         activation: of the gate: "silu", or "gelu_tanh" (Gemma), the approximation
             `x sigmoid(2 sqrt(2 / pi) (x + 0.044715 x^3))` (Hendrycks and Gimpel, arXiv:1606.08415).
         factor: of the products with their biases, before the residual is added (Granite). 1 with `gate`.
@@ -89,7 +90,7 @@ def decode_linear(
         # Weights in other forms have the same bytes in another number of columns.
         shape = (weights[0].shape[0] if gate and i else "N", size)
         names = (f"weights[{i}]", f"scales[{i}]", f"zeros[{i}]")
-        quantised.check(names, weight, scale, zero, codes, shape, "x", x, dynamic=True)
+        quantised.check(names, weight, scale, zero, codes, shape, "x", x)
         if size > 1 and weight.stride(1) != 1:
             raise ValueError(f"weights[{i}]: expected a row's elements adjacent, got strides {weight.stride()}")
         if scales is not None:
@@ -147,7 +148,7 @@ def with_linear(
         return reference.decode_linear(
             x, weights, biases, scales=scales, parts=parts, zeros=zeros, codes=codes, factor=factor
         )
-    rows, count = quantised.rounded(x.reshape(-1, x.shape[-1]), codes), len(weights)
+    rows, count = quantised.rounded(x.reshape(-1, x.shape[-1]), codes, weights[0]), len(weights)
     sizes = [weight.shape[0] for weight in weights]
     out = x.new_empty(rows.shape[0], sum(sizes))
     each = (weights, biases or [None] * count, scales or [None] * count, zeros or [None] * count)

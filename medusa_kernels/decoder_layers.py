@@ -113,7 +113,7 @@ def _check_sizes(index: int, layer: LayerWeights, first: LayerWeights, final_nor
         name, like = f"layers[{index}].projections[{place}]", final_norm
         weight, bias, scale, zero, codes = projection
         names = (name, f"{name}.scale", f"{name}.zero")
-        quantised.check(names, weight, scale, zero, codes, (n, k), "final_norm", like, dynamic=True)
+        quantised.check(names, weight, scale, zero, codes, (n, k), "final_norm", like)
         _checks.contiguous(name, weight)
         if scale is not None:
             _checks.dtype(f"{name}.scale", scale, torch.float32)

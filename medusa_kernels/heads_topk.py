@@ -66,7 +66,8 @@ def heads_topk(
             noise the first token is a sample of the softmax, and the k are samples without replacement (Gumbel-top-k,
             arXiv:1903.06059). None: none.
         w2_zero: uint8 `[.., V', H / g]`, the zero points of int4 codes; None: 8.
-        codes: what 4-bit codes stand for: "int4", "nf4" or "fp4".
+        codes: what 4-bit codes of w2 stand for: "int4", "nf4" or "fp4"; "dynamic" for int8 or int4 numbers that meet
+            the heads' states in 8 bits.
         divisor: finite, above 0.
         softcap: logits become `softcap * tanh(logits / softcap)`, before the temperature. None: no cap.
 
@@ -134,6 +135,7 @@ def _matmul(
         states = states + _of_every_head(root[:, None], w_root, None)
     for weight, bias in residual_blocks(w1, b1):
         states = states + silu(_of_every_head(states, weight, bias))
+    states = quantised.rounded(states, codes, w2)
     if gather:
         w2_scale, w2_zero = of_rows(w2, w2_scale, w2_zero, token_map)
         w2 = w2[..., token_map, :]

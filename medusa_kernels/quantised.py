@@ -13,9 +13,9 @@ What a code stands for is named:
 * `"nf4"`, `"fp4"`: its place in a table (QLoRA, arXiv:2305.14314, appendix E, and bitsandbytes). Column 2j is in the
   upper half of byte j, as bitsandbytes packs it.
 
-In the place of such a name, `"dynamic"` says that a weight is int8 and that activations are rounded to 8 bits before
-they are multiplied with it (`rounded`), as torchao and compressed-tensors do dynamically. Only `decode_linear` and
-`decoder_layers` read that, on a CPU.
+In the place of such a name, `"dynamic"` says that a weight is int8, or int4 without zero points and g a multiple of 32,
+and that activations are rounded to 8 bits before they are multiplied with it (`rounded`), as torchao and
+compressed-tensors do dynamically. That is read on a CPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from medusa_kernels import _checks
 CODES = ("int4", "nf4", "fp4")
 """What codes of 4 bits may stand for."""
 KINDS = (*CODES, "dynamic")
-"""What the `codes` of `decode_linear` may be."""
+"""What the `codes` of an op may be."""
 NF4 = (
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
     -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -43,6 +43,7 @@ MIDDLE = 8
 LARGEST_ZERO = 16
 """The largest zero point: GPTQ stores it less 1."""
 GROUP_MULTIPLE = 16
+DYNAMIC_GROUP_MULTIPLE = 32
 
 BYTES = (torch.int8, torch.float8_e4m3fn)
 """The dtypes of weights with a scale per row."""
@@ -60,11 +61,9 @@ def group_size(weight: Tensor, scale: Tensor | None) -> int:
 
 def check(
     names: tuple[str, str, str], weight: Tensor, scale: Tensor | None, zero: Tensor | None, codes: str,
-    shape: _checks.Shape, like: str, other: Tensor, *, dynamic: bool = False,
+    shape: _checks.Shape, like: str, other: Tensor,
 ) -> None:  # fmt: skip
     """Check a weight that stands for `shape`, `[..., N, K]`, beside activations `other`, named `like`.
-
-    `dynamic` says whether the op can round them.
 
     Raises:
         ValueError: a wrong shape, dtype, device or layout, or unknown codes. The message has the one of `names` for the
@@ -72,11 +71,11 @@ def check(
     """
     *outer, size = shape
     name, of_scale, of_zero = names
-    known = KINDS if dynamic else CODES
-    _checks.require(codes in known, "codes", " or ".join(known), codes)
+    _checks.require(codes in KINDS, "codes", " or ".join(KINDS), codes)
     if codes == "dynamic":
-        integers = weight.dtype == torch.int8 and scale is not None
-        _checks.require(integers, "codes", "dynamic only for int8 weights with scales", f"it for {weight.dtype}")
+        integers = weight.dtype in (torch.int8, torch.uint8) and scale is not None
+        expected = "dynamic only for int8 or int4 weights with scales"
+        _checks.require(integers, "codes", expected, f"it for {weight.dtype}")
         _checks.require(other.device.type == "cpu", "codes", "dynamic only on a CPU", f"it on {other.device}")
     if scale is None:
         _checks.require(zero is None, of_zero, "None without a scale", "zero points")
@@ -96,8 +95,9 @@ def check(
     _checks.shape(of_scale, scale, (*weight.shape[:-1], "K / g"))
     _checks.dtype(of_scale, scale, *_checks.FLOATS)
     groups = scale.shape[-1]
-    fits = groups >= 1 and size % groups == 0 and size // max(groups, 1) % GROUP_MULTIPLE == 0
-    expected = f"groups of a multiple of {GROUP_MULTIPLE} of the {size} columns"
+    multiple = DYNAMIC_GROUP_MULTIPLE if codes == "dynamic" else GROUP_MULTIPLE
+    fits = groups >= 1 and size % groups == 0 and size // max(groups, 1) % multiple == 0
+    expected = f"groups of a multiple of {multiple} of the {size} columns"
     _checks.require(fits, of_scale, expected, f"{groups} groups")
     if zero is not None:
         _checks.require(codes == "int4", of_zero, f"None with {codes}", "zero points")
@@ -108,10 +108,9 @@ def check(
 def values(weight: Tensor, codes: str) -> Tensor:
     """Return what 4-bit codes `[..., K / 2]` stand for before zero points and scales: fp32 `[..., K]`."""
     low, high = weight & 15, weight >> 4
-    numbers = torch.stack((low, high) if codes == "int4" else (high, low), -1).flatten(-2)
-    if codes == "int4":
-        return numbers.float()
-    return _table(codes, weight.device)[numbers.int()]
+    if codes not in TABLES:
+        return torch.stack((low, high), -1).flatten(-2).float()
+    return _table(codes, weight.device)[torch.stack((high, low), -1).flatten(-2).int()]
 
 
 @functools.cache
@@ -132,25 +131,32 @@ def dequantised(
     if weight.dtype != torch.uint8:
         return weight.to(wide) * scale
     numbers = values(weight, codes).to(wide).unflatten(-1, (scale.shape[-2], -1))
-    if codes == "int4":
+    if codes not in TABLES:
         numbers = numbers - (MIDDLE if zero is None else zero.to(wide)[..., None])
     return (numbers * scale).flatten(-2)
 
 
-def rounded(x: Tensor, codes: str) -> Tensor:
+def rounded(x: Tensor, codes: str, weight: Tensor) -> Tensor:
     """Return x `[..., K]` as a weight with these codes sees it: for "dynamic" rounded to 8 bits with a scale per row.
 
-    The scale is the row's largest size over 127.5, at least 2^-23, as in torchao's layers; compressed-tensors'
-    have no such bound.
+    Beside int8 the scale is the row's largest size over 127.5, at least 2^-23, as in torchao's layers;
+    compressed-tensors' have no such bound. Beside int4 it is a 255th of the way from the row's smallest number to its
+    largest, 0 among them, at least 2^-126, as in torchao's layers in fp32; there 256 codes begin at the smallest.
     """
     if codes != "dynamic" or x.numel() == 0:
         return x
     wide = x if x.dtype == torch.float64 else x.float()
-    scale = (wide.abs().amax(-1, keepdim=True) / 127.5).clamp(min=2**-23)
-    return ((wide * (1 / scale)).round().clamp(-128, 127) * scale).to(x.dtype)
+    if weight.dtype == torch.uint8:
+        least, most = wide.amin(-1, keepdim=True).clamp(max=0), wide.amax(-1, keepdim=True).clamp(min=0)
+        scale = ((most - least) / 255).clamp(min=2**-126)
+        low = (least / scale).round()
+    else:
+        scale = (wide.abs().amax(-1, keepdim=True) / 127.5).clamp(min=2**-23)
+        low = torch.full_like(scale, -128)
+    return ((wide * (1 / scale)).round().clamp(low, low + 255) * scale).to(x.dtype)
 
 
 def pack(numbers: Tensor, codes: str = "int4") -> Tensor:
     """Return 4-bit codes `[..., K]`, integers of 0 to 15, as uint8 `[..., K / 2]`."""
     even, odd = numbers.to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
-    return even | odd << 4 if codes == "int4" else even << 4 | odd
+    return even << 4 | odd if codes in TABLES else even | odd << 4

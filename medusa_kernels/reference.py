@@ -143,6 +143,7 @@ def heads_topk(
         if bias is not None:
             inner = inner + _wide(bias)
         states = states + inner * torch.sigmoid(inner)
+    states = rounded(states, codes, w2)
     projection = dequantised(w2, w2_scale, w2_zero, codes, wide=states.dtype).to(states.dtype)
     if gather:
         projection = projection[..., token_map, :]
@@ -161,8 +162,9 @@ def tree_verify(
     divisor=1.0, softcap=None,
 ):  # fmt: skip
     """Next token and statistics of every node; see the public `tree_verify`."""
-    weight = dequantised(weight, weight_scale, weight_zero, codes, wide=_wide(hidden).dtype)
-    logits = scaled_logits(_wide(hidden) @ _wide(weight).T, divisor, softcap)
+    seen = rounded(_wide(hidden), codes, weight)
+    weight = dequantised(weight, weight_scale, weight_zero, codes, wide=seen.dtype)
+    logits = scaled_logits(seen @ _wide(weight).T, divisor, softcap)
     if temperature > 0:
         logits = logits / temperature
     next_tokens = (logits if temperature == 0 else logits + of_nodes(noise, noise_rows)).argmax(-1)
@@ -229,11 +231,11 @@ def decode_linear(
     activation="silu", factor=1.0,
 ):  # fmt: skip
     """Products with several weights, side by side or one gating the other; see the public `decode_linear`."""
+    x = rounded(x, codes, weights[0])
     if scales is not None:
         of_each = zip(weights, scales, zeros or [None] * len(weights), strict=True)
         wide = _wide(x).dtype
         weights = [dequantised(weight, scale, zero, codes, wide=wide) for weight, scale, zero in of_each]
-    x = rounded(x, codes)
     if parts > 1:
         pieces = zip(*(_wide(tensor).tensor_split(parts, -1) for tensor in (x, *weights)), strict=True)
         return torch.stack(

@@ -52,7 +52,8 @@ def tree_verify(
         want_stats: whether the three statistics are computed.
         weight_scale: fp32 `[V]`, the factor of each row of 8-bit numbers, or `[V, H / g]`, that of each group of codes.
         weight_zero: uint8 `[V, H / g]`, the zero points of int4 codes; None: 8.
-        codes: what 4-bit codes stand for: "int4", "nf4" or "fp4".
+        codes: what 4-bit codes stand for: "int4", "nf4" or "fp4"; "dynamic" for int8 or int4 weights that meet
+            hidden in 8 bits.
         divisor: logits are `hidden weight^T / divisor`.
         softcap: logits become `softcap * tanh(logits / softcap)`, before the temperature. None: no cap.
 
@@ -119,7 +120,8 @@ def _linear(
             _in_range("parents", parents, -1, hidden.shape[1])
     if temperature > 0 and noise_rows is not None and hidden.device.type == "cpu":
         _in_range("noise_rows", noise_rows, 0, noise.shape[1])
-    logits = linear(hidden, quantised.dequantised(weight, weight_scale, weight_zero, codes).to(hidden.dtype))
+    wide = quantised.dequantised(weight, weight_scale, weight_zero, codes).to(hidden.dtype)
+    logits = linear(quantised.rounded(hidden, codes, weight), wide)
     logits = scaled_logits(logits, divisor, softcap)
     if temperature > 0:
         logits = logits.float() / temperature

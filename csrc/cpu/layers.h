@@ -55,7 +55,7 @@ struct Kept<Int8Weight, A> {
 // Stores one head as a row in 8 bits.
 template <class A>
 inline void quantise(const typename A::T* x, int64_t head_dim, char* row) {
-  const float size = largest_size<A>(x, head_dim), most = size < 1e-30f ? 1e-30f : size;
+  const float size = range_of<A>(x, head_dim).size(), most = size < 1e-30f ? 1e-30f : size;
   const float factor = 127.0f / most, scale = most / 127.0f;
   for (int64_t i = 0; i < head_dim; i += kLanes) {
     const F code = nearest(get<A>(x + i, head_dim - i) * factor);

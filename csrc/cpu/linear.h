@@ -18,16 +18,35 @@ MEDUSA_INLINE int64_t prepared_vectors(int64_t columns) {
   return blocks(columns, W::kStep) * W::kParts + kRounds<W>;
 }
 
-// Rounds one token to 8 bits. Its scale is its largest size over 127.5, but not less than 2^-23, as in torchao.
+// Rounds one token to 8 bits, as torchao does. Beside weights of 8 bits its scale is the largest size over 127.5, but not
+// less than 2^-23; beside those of 4 bits 255 scales reach from the smallest number (or 0) to the largest (or 0).
 template <class W, class A>
 inline void round_token(const typename A::T* from, int64_t columns, typename W::X* to) {
-  const float size = largest_size<A>(from, columns) / 127.5f, scale = size < 0x1p-23f ? 0x1p-23f : size;
-  const float factor = 1.0f / scale;
-  auto* codes = reinterpret_cast<int16_t*>(to);
-  for (int64_t i = 0; i < blocks(columns, W::kStep) * W::kStep; i += kLanes) {
-    const F v = i < columns ? get<A>(from + i, columns - i) : F{};
-    const F code = nearest(v * factor);
-    store(codes + i, __builtin_convertvector(__builtin_convertvector(code > 127.0f ? all(127.0f) : code, I), Shorts));
+  const Range range = range_of<A>(from, columns);
+  constexpr bool kAnyLow = W::kParts == 2;
+  const float exact = kAnyLow ? (range.high - range.low) / 255.0f : range.size() / 127.5f;
+  const float fewest = kAnyLow ? 0x1p-126f : 0x1p-23f, scale = exact < fewest ? fewest : exact, factor = 1.0f / scale;
+  const float low = kAnyLow ? __builtin_rintf(range.low / scale) : -128.0f, high = low + 255.0f;
+  const auto code = [&](int64_t i) MEDUSA_INLINED {
+    F v = (i < columns ? get<A>(from + i, columns - i) : F{}) * factor;
+    asm("" : "+m"(v));  // else the product is added to before it is rounded, and at ties the code is not torchao's
+    v = nearest(v);
+    return v < low ? all(low) : v > high ? all(high) : v;
+  };
+  const auto put = [&](int64_t place, F v) MEDUSA_INLINED {
+    store(reinterpret_cast<int16_t*>(to) + place, __builtin_convertvector(__builtin_convertvector(v, I), Shorts));
+  };
+  using InOrder = typename EveryLane<kLanes>::type;
+  for (int64_t i = 0; i < blocks(columns, W::kStep) * W::kStep; i += 2 * kLanes) {
+    const F a = code(i), b = code(i + kLanes);
+    if constexpr (kAnyLow) {
+      const int64_t place = i - i % W::kStep / 2;
+      put(place, shuffled<Alternate<0>>(a, b, InOrder{}));
+      put(place + W::kStep / 2, shuffled<Alternate<1>>(a, b, InOrder{}));
+    } else {
+      put(i, a);
+      put(i + kLanes, b);
+    }
   }
   __builtin_memcpy(to + prepared_vectors<W>(columns) - 1, &scale, sizeof(scale));
 }
@@ -132,18 +151,34 @@ template <class W, int kRows, int kTokens>
 inline void tile(const Row* w, const Codes& codes, int64_t ahead, const typename W::X* x, int64_t columns, float* out,
                  int64_t stride) {
   const int64_t vectors = prepared_vectors<W>(columns);
-  std::conditional_t<kRounds<W>, I, F> acc[kRows * kTokens] = {};
+  std::conditional_t<kIntegerSums<W>, I, F> acc[kRows * kTokens] = {};
   each_step<W, kRows>(w, codes, ahead, columns, [&](const char* const* rows, const auto* tables, int64_t step) MEDUSA_INLINED {
-    MEDUSA_UNROLL
-    for (int part = 0; part < W::kParts; ++part) {
-      typename W::X parts[kRows];
+    if constexpr (kRounds<W> && !kIntegerSums<W>) {
       MEDUSA_UNROLL
-      for (int r = 0; r < kRows; ++r) parts[r] = kept<kTokens>(W::part(rows[r], part, tables[r * kTables]));
-      MEDUSA_UNROLL
-      for (int t = 0; t < kTokens; ++t) {
-        const auto token = kept<kTokens>(x[t * vectors + step * W::kParts + part]);
+      for (int r = 0; r < kRows; ++r) {
+        const auto& table = tables[r * kTables];
+        const S even = kept<kTokens>(W::part(rows[r], 0, table)), odd = kept<kTokens>(W::part(rows[r], 1, table));
+        const F scale = F{} + table;
         MEDUSA_UNROLL
-        for (int r = 0; r < kRows; ++r) multiply(acc[t * kRows + r], token, parts[r]);
+        for (int t = 0; t < kTokens; ++t) {
+          I products{};
+          multiply(products, x[t * vectors + step * 2], even);
+          multiply(products, x[t * vectors + step * 2 + 1], odd);
+          multiply(acc[t * kRows + r], __builtin_convertvector(products, F), scale);
+        }
+      }
+    } else {
+      MEDUSA_UNROLL
+      for (int part = 0; part < W::kParts; ++part) {
+        typename W::X parts[kRows];
+        MEDUSA_UNROLL
+        for (int r = 0; r < kRows; ++r) parts[r] = kept<kTokens>(W::part(rows[r], part, tables[r * kTables]));
+        MEDUSA_UNROLL
+        for (int t = 0; t < kTokens; ++t) {
+          const auto token = kept<kTokens>(x[t * vectors + step * W::kParts + part]);
+          MEDUSA_UNROLL
+          for (int r = 0; r < kRows; ++r) multiply(acc[t * kRows + r], token, parts[r]);
+        }
       }
     }
   });
@@ -198,8 +233,9 @@ inline void passes(const Row* w, const Codes& codes, int64_t ahead, const typena
         }
       });
       Row wide[kRows];
-      for (int r = 0; r < kRows; ++r) wide[r].data = widened + r * vectors * kBytes;
-      return passes<Wide, kRows>(wide, codes, 0, x, tokens, (vectors - kRounds<W>) * Wide::kStep, out, stride);
+      for (int r = 0; r < kRows; ++r) wide[r] = {widened + r * vectors * kBytes, w[r].scale, nullptr};
+      const int64_t padded = (vectors - kRounds<W>) / Wide::kParts * Wide::kStep;
+      return passes<Wide, kRows>(wide, codes, 0, x, tokens, padded, out, stride);
     }
   }
   for (int64_t left = blocks(tokens, kMost<kRows>); left > 0; --left) {

@@ -9,8 +9,8 @@
 namespace medusa {
 
 // What numbers are stored as. Two codes of 4 bits lie in a byte: see medusa_kernels/quantised.py. Those of kDynamicInt8
-// are multiplied with activations that are rounded to 8 bits as well.
-enum Type : int64_t { kFloat32, kBFloat16, kInt8, kFloat8, kDynamicInt8, kInt4, kNf4, kFp4 };
+// and kDynamicInt4 are multiplied with activations that are rounded to 8 bits.
+enum Type : int64_t { kFloat32, kBFloat16, kInt8, kFloat8, kDynamicInt8, kInt4, kNf4, kFp4, kDynamicInt4 };
 
 // Of a gate.
 enum Activation : int64_t { kSilu = 0, kGeluTanh = 1 };

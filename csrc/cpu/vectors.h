@@ -217,14 +217,21 @@ MEDUSA_INLINE void put(typename A::T* to, F v, int64_t count = kLanes) {
   __builtin_memcpy(to, part, static_cast<size_t>(count) * sizeof(part[0]));
 }
 
-// The largest size of some numbers; NaN if one is NaN or infinite, which 8 bits do not have.
+// The smallest and the largest of some numbers and 0; NaN if one is NaN or infinite, which 8 bits do not have.
+struct Range {
+  float low, high;
+  float size() const { return high > -low ? high : -low; }
+};
+
 template <class A>
-MEDUSA_INLINE float largest_size(const typename A::T* from, int64_t count) {
-  F most{}, lost{};
+MEDUSA_INLINE Range range_of(const typename A::T* from, int64_t count) {
+  F low{}, high{}, lost{};
   for (int64_t i = 0; i < count; i += kLanes) {
     const F v = get<A>(from + i, count - i);
-    most = larger(v < 0.0f ? -v : v, most);
+    low = larger(-v, low);
+    high = larger(v, high);
     lost = lost + v * 0.0f;
   }
-  return largest(most) + sum(lost);
+  const float nothing = sum(lost);
+  return {nothing - largest(low), nothing + largest(high)};
 }

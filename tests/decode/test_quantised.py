@@ -109,7 +109,8 @@ CASES = {
         lambda: torchao("IntxWeightOnlyConfig", int4, include_input_output_embeddings=True), INTX, 0, "weights in int4"
     ),
     "torchao int4 dynamic": Case(
-        lambda: torchao("Int8DynamicActivationIntxWeightConfig", dynamic_int4), INTX, ROUNDED, f"a weight of .*{INTX}"
+        lambda: torchao("Int8DynamicActivationIntxWeightConfig", dynamic_int4), INTX, ROUNDED,
+        r"weights in int4 \(dynamic\)",
     ),
     "torchao int4 packed": Case(packed_int4, "Int4OpaqueTensor", 0, "a weight of .*Int4OpaqueTensor"),
 }  # fmt: skip

@@ -38,6 +38,7 @@ namespace {
 using medusa::kBFloat16;
 using medusa::kFloat32;
 using medusa::kFloat8;
+using medusa::kDynamicInt4;
 using medusa::kDynamicInt8;
 using medusa::kInt4;
 using medusa::kInt8;
@@ -73,7 +74,7 @@ double number_of(int64_t bits, int64_t type) {
                                -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
                                0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
                                0.7229568362236023, 1.0};
-  if (type == kInt4) return static_cast<double>(bits);
+  if (type == kInt4 || type == kDynamicInt4) return static_cast<double>(bits);
   if (type == kNf4) return nf4[bits];
   if (type != kFloat8) return (bits < 8 ? 1 : -1) * fp4[bits % 8] / 12;
   const int exponent = static_cast<int>(bits >> 3 & 15);
@@ -143,7 +144,7 @@ class Array {
   void set(int64_t row, int64_t column, double value) {
     if (type_ >= kFloat8 && type_ != kDynamicInt8) {  // the bits are given
       const auto bits = static_cast<int>(value);
-      const int shift = type_ == kFloat8 || (column % 2 == 0) == (type_ == kInt4) ? 0 : 4;
+      const int shift = type_ == kFloat8 || (column % 2 == 0) == (type_ == kInt4 || type_ == kDynamicInt4) ? 0 : 4;
       char* byte = at(row, column);
       *byte = static_cast<char>(type_ == kFloat8 ? bits : (*byte & ~(15 << shift)) | bits << shift);
       wide_[row * columns_ + column] = number_of(bits, type_);
@@ -221,7 +222,7 @@ struct Weight {
         bias(activations, 1, rows),
         zero(zeros(has_zero ? rows * (columns / this->group) : 0)) {
     const double size = 1 / std::sqrt(static_cast<double>(columns));
-    const double factor = type >= kInt8 && type < kInt4 ? size / 64 : type == kInt4 ? size / 6 : size;
+    const double factor = type >= kInt8 && type < kInt4 ? size / 64 : middle() > 0 ? size / 6 : size;
     values.fill([&] {
       if (type == kInt8 || type == kDynamicInt8) return static_cast<double>(any(-128, 127));
       if (type == kFloat8) return static_cast<double>(any(0, 1) * 128 + any(0, 126));
@@ -238,6 +239,7 @@ struct Weight {
   medusa::Matrix matrix() const {
     return {values.data(), scales(), zero_points(), biases(), values.rows(), values.stride_bytes(), type, group};
   }
+  double middle() const { return type == kInt4 || type == kDynamicInt4 ? 8 : 0; }
   const float* scales() const { return type >= kInt8 ? static_cast<const float*>(scale.data()) : nullptr; }
   const uint8_t* zero_points() const { return has_zero ? zero.data() : nullptr; }
   const void* biases() const { return has_bias ? bias.data() : nullptr; }
@@ -249,22 +251,27 @@ struct Weight {
     double sum = 0, sizes = 0, unsure = 0;
     const double* own = values.row(row);
     std::vector<double> codes;
-    if (type == kDynamicInt8) {
-      float most = 0;
-      for (int64_t i = 0; i < values.columns(); ++i) most = std::max(most, std::fabs(static_cast<float>(x[i])));
-      const float step = std::max(most / 127.5f, 0x1p-23f), factor = 1.0f / step;
+    if (type == kDynamicInt8 || type == kDynamicInt4) {
+      float least = 0, most = 0;
       for (int64_t i = 0; i < values.columns(); ++i) {
-        const double exact = x[i] * factor, code = std::min(127.0, std::nearbyint(exact));
+        least = std::min(least, static_cast<float>(x[i])), most = std::max(most, static_cast<float>(x[i]));
+      }
+      float step = std::max((most - least) / 255, 0x1p-126f), low = std::nearbyint(least / step);
+      if (type == kDynamicInt8) step = std::max(std::max(most, -least) / 127.5f, 0x1p-23f), low = -128;
+      const float factor = 1.0f / step;
+      for (int64_t i = 0; i < values.columns(); ++i) {
+        const double exact = x[i] * factor, code = std::min(low + 255.0, std::max<double>(low, std::nearbyint(exact)));
         codes.push_back(code * step);
         // Halfway between two codes, rounding of the product decides.
-        if (std::fabs(std::fabs(exact - code) - 0.5) < 1e-4) unsure += std::fabs(own[i] * scale.get(row, 0)) * step;
+        const double weight = (own[i] - middle()) * scale.get(row, i / group);
+        if (std::fabs(std::fabs(exact - code) - 0.5) < 1e-4) unsure += std::fabs(weight) * step;
       }
       x = codes.data();
     }
     for (int64_t column = 0; column < values.columns(); ++column) {
       const int64_t at = column / group;
-      const double middle = has_zero ? zero.data()[row * scale.columns() + at] : type == kInt4 ? 8 : 0;
-      const double product = x[column] * (own[column] - middle) * (type >= kInt8 ? scale.get(row, at) : 1);
+      const double zero_point = has_zero ? zero.data()[row * scale.columns() + at] : middle();
+      const double product = x[column] * (own[column] - zero_point) * (type >= kInt8 ? scale.get(row, at) : 1);
       sum += product;
       sizes += std::fabs(product);
     }
@@ -287,7 +294,8 @@ double activated(double x, int64_t activation) {
 double last_place(int64_t type) { return type == kFloat32 ? 0x1p-23 : 0x1p-8; }
 
 std::string name_of(int64_t type) {
-  return std::vector<std::string>{"float32", "bfloat16", "int8", "float8", "dynamic int8", "int4", "nf4", "fp4"}[type];
+  return std::vector<std::string>{"float32", "bfloat16", "int8", "float8", "dynamic int8", "int4", "nf4", "fp4",
+                                  "dynamic int4"}[type];
 }
 
 void expect_done(int status) {
@@ -306,7 +314,9 @@ void check(const char* name, int64_t index, double found, double expected, doubl
 void linear() {
   const int64_t type = maybe() ? kFloat32 : kBFloat16, count = any(1, 3), tokens = any(1, 40);
   const bool gate = count == 2 && maybe(), with_residual = maybe(), large = any(0, 9) == 0;
-  const int64_t threads = any(1, 4), stored = any(0, 5) == 0 ? kDynamicInt8 : weight_type(type), group = 16 * any(1, 5);
+  const int64_t threads = any(1, 4), dynamic = maybe() ? kDynamicInt8 : kDynamicInt4;
+  const int64_t stored = any(0, 3) == 0 ? dynamic : weight_type(type);
+  const int64_t group = (stored == kDynamicInt4 ? 32 : 16) * any(1, 5);
   const int64_t columns = stored >= kInt4 ? group * any(1, 4) : odd_size(300);
   std::deque<Weight> weights;
   int64_t rows = 0;
@@ -356,7 +366,7 @@ void linear() {
                       0x1p-20 * std::fabs(gated * other.value);
           sum.value = gated * other.value;
         }
-        check("out", place, found[place], sum.value, sum.error + last_place(type) * std::fabs(sum.value));
+        check("out", place, found[place], sum.value, sum.error + last_place(type) * (std::fabs(sum.value) + sum.error));
       }
     }
   }

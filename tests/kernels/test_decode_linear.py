@@ -479,9 +479,9 @@ BAD |= {
     "int8-without-scales": ({"weights": [I8]}, r"weights\[0\]: expected dtype float32 like x, got int8"),
     "scales-count": ({"weights": [I8], "scales": [SCALE] * 2}, "scales: expected 1, one per weight, got 2"),
     "scales-mixed": ({"weights": [I8, W], "scales": [SCALE, SCALE]}, r"weights\[1\]: expected dtype int8"),
-    "dynamic-4-bits": (
-        {"weights": [I8.to(torch.uint8)], "scales": [SCALE], "codes": "dynamic"},
-        "codes: expected dynamic only for int8 weights with scales, got it for torch.uint8",
+    "dynamic-fp8": (
+        {"weights": [I8.to(torch.float8_e4m3fn)], "scales": [SCALE], "codes": "dynamic"},
+        "codes: expected dynamic only for int8 or int4 weights with scales, got it for torch.float8_e4m3fn",
     ),
     "weights-device": ({"weights": [W.to("meta")]}, r"weights\[0\]: expected on cpu like x, got meta"),
 }

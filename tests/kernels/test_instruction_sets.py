@@ -18,7 +18,16 @@ from budget import assert_typical_error_within_twice, assert_within_twice
 from modes import of_the_cpu
 from torch import Tensor
 
-from medusa_kernels import _native, decode_linear, gumbel_noise, heads_topk, reference, served_by, tree_verify
+from medusa_kernels import (
+    _native,
+    decode_linear,
+    gumbel_noise,
+    heads_topk,
+    quantised,
+    reference,
+    served_by,
+    tree_verify,
+)
 
 pytestmark = of_the_cpu
 SETS = ("base", "avx2", "avx512", "avx512_bf16")
@@ -110,22 +119,35 @@ def test_set_reads_stored_weights_and_each_row_alone(kind: str, dtype: torch.dty
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_set_rounds_activations_beside_dynamic_weights(dtype: torch.dtype) -> None:
     """The activations here are multiples of their scales, so rounding them loses nothing, and integers are exact."""
-    for rows, size in ((1, 1), (9, 16), (130, 48), (40, 200), (300, 70)):
-        codes = torch.randint(-126, 127, (rows, size))
-        codes[:, -1], codes[:, 0] = 127, -128
+    for group, rows, size in (
+        (0, 1, 1), (0, 9, 16), (0, 130, 48), (0, 40, 200), (0, 300, 70),
+        (32, 1, 32), (96, 9, 1248), (32, 130, 1312), (64, 300, 128),
+    ):  # fmt: skip
+        lowest = torch.full((rows, 1), -128.0)
+        if group:
+            lowest = -torch.randint(0, 256, (rows, 1)).float()
+            lowest[0], lowest[-1] = 0, -255
+        numbers = lowest + torch.randint(2, 254, (rows, size))
+        numbers[:, :1], numbers[:, -1:] = lowest, lowest + 255
         step = 2.0 ** torch.randint(-9, 3, (rows, 1))
-        x = torch.where((codes + 0.5).abs() == 127.5, (codes + 0.5).sign() * 127.5, codes * 1.0) * step
-        weight, scale = torch.randint(-128, 128, (70, size)).to(torch.int8), torch.rand(70) + 0.5
+        if group:
+            x = numbers * step
+            weight, scale = quantised.pack(torch.randint(0, 16, (70, size))), torch.rand(70, size // group) + 0.5
+        else:
+            x = torch.where((numbers + 0.5).abs() == 127.5, (numbers + 0.5).sign() * 127.5, numbers) * step
+            weight, scale = torch.randint(-128, 128, (70, size)).to(torch.int8), torch.rand(70) + 0.5
         options: dict[str, Any] = {"scales": [scale], "codes": "dynamic"}
         got = decode_linear(x.to(dtype), [weight], **options)
-        wide, of_weight = codes * step.double(), weight * scale.double()[:, None]
+        wide = numbers * step.double()
+        of_weight = quantised.dequantised(weight, scale, wide=torch.float64)
         allowed = 2.0 ** (-21 if dtype == torch.float32 else -8) * (wide.abs() @ of_weight.abs().T)
         assert bool(((got - wide @ of_weight.T).abs() <= allowed).all())
         if rows <= 256:
             for few in (*range(1, 9), rows - 1):
                 assert torch.equal(decode_linear(x[-few:].to(dtype), [weight], **options), got[-few:])
-    x[1, 3] = torch.inf
-    assert decode_linear(x[:3], [weight], **options).isnan().all(1).tolist() == [False, True, False]
+        if rows > 2:
+            x[1, 3] = torch.inf
+            assert decode_linear(x[:3], [weight], **options).isnan().all(1).tolist() == [False, True, False]
 
 
 @pytest.mark.usefixtures("isa", "poisoned_memory")
@@ -216,7 +238,7 @@ def test_heads_topk_takes_the_first_of_equal_logits_and_nan_last(dtype: torch.dt
         assert tokens[0, 0].tolist() == logits.sort(descending=True, stable=True).indices[:20].tolist()
 
 
-def verify(hidden: Tensor, weight: Tensor, **options: float) -> Tensor:
+def verify(hidden: Tensor, weight: Tensor, **options: Any) -> Tensor:
     candidates = torch.zeros(hidden.shape[:2], dtype=torch.int64)
     return tree_verify(hidden, weight, candidates, want_stats=False, **options)[0]
 
@@ -262,6 +284,24 @@ def test_set_reads_stored_weights_in_tree_verify(dtype: torch.dtype) -> None:
         )[0]
         logits = hidden.double() @ stored.Stored(weight, scale, zero, codes).dequantised().T
         assert torch.equal(found, logits.to(dtype).argmax(-1))
+
+
+@pytest.mark.usefixtures("isa")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", ["int4", "int8"])
+def test_set_rounds_states_before_a_dynamic_lm_head(kind: str, dtype: torch.dtype) -> None:
+    """Verification and heads see the logits of `decode_linear`, and those of the statistics are near them."""
+    hidden, lm_head = torch.randn(2, 9, 96).to(dtype), stored.make(kind, (1500, 96), 32)
+    logits = decode_linear(hidden, [lm_head.weight], scales=[lm_head.scale], codes="dynamic")
+    candidates, given = torch.zeros(2, 9, dtype=torch.int64), {"weight_scale": lm_head.scale, "codes": "dynamic"}
+    assert torch.equal(verify(hidden, lm_head.weight, **given), logits.argmax(-1))
+    _, logsumexp, *_ = tree_verify(hidden, lm_head.weight, candidates, **given)
+    error = 1e-5 if dtype == torch.float32 else 0.02
+    torch.testing.assert_close(logsumexp, logits.float().logsumexp(-1), rtol=0, atol=error)
+    w1 = torch.zeros(3, 96, 96, dtype=dtype)  # states are the hidden states
+    logprobs, _ = heads_topk(hidden[:, 0], w1, None, lm_head.weight, 9, w2_scale=lm_head.scale, codes="dynamic")
+    wanted = logits[:, :1].float().log_softmax(-1).topk(9).values.expand_as(logprobs)
+    torch.testing.assert_close(logprobs, wanted, rtol=0, atol=error)
 
 
 @pytest.mark.usefixtures("isa")

@@ -284,10 +284,12 @@ class NativeLayers:
 def forms(decoder: Any) -> str:
     """Describe how the weights of a decoder that has no `obstacle` are stored."""
     found = {one.form for layer in decoder.layers for one in _projections(layer)}
-    names = {
-        "int8 (dynamic)" if codes == "dynamic" else str(codes if dtype == torch.uint8 else dtype).removeprefix("torch.")
-        for dtype, _, _, codes in found
-    }
+    names = set()
+    for dtype, _, _, codes in found:
+        rounds = codes == "dynamic"
+        of_codes = "int4" if rounds else codes
+        name = str(of_codes if dtype == torch.uint8 else dtype).removeprefix("torch.")
+        names.add(f"{name} (dynamic)" if rounds else name)
     stored = "plain modules" if names == {"None"} else f"weights in {', '.join(sorted(names - {'None'}))}"
     return f"{stored}, LoRA" if has_adapters(decoder) else stored
 

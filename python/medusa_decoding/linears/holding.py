@@ -149,18 +149,26 @@ def _release(of: list[nn.Module]) -> None:
 
 
 def _int4_of_torchao(linear: Any) -> Projection | None:
-    """Pack 4-bit numbers that are stored one per byte; None if the weight is something else."""
+    """Pack 4-bit numbers that are stored one per byte, on a CPU also those whose inputs are rounded to 8 bits.
+
+    None if the weight is something else.
+    """
     if type(linear) is not nn.Linear or is_hooked(linear) or type(linear.weight).__name__ != "IntxUnpackedToInt8Tensor":
         return None
     held: Any = linear.weight
     group = held.block_size[-1]
     whole = held.zero_point == held.zero_point.to(torch.int8)
-    fits = str(held.target_dtype) == "torch.int4" and held.activation_quantization is None and bool(whole.all())
-    if not fits or list(held.block_size) != [1, group] or group % quantised.GROUP_MULTIPLE:
+    fits = str(held.target_dtype) == "torch.int4" and bool(whole.all()) and list(held.block_size) == [1, group]
+    with_zeros, codes, multiple = bool(held.zero_point.any()), "int4", quantised.GROUP_MULTIPLE
+    if held.activation_quantization is not None:
+        known = held.activation_quantization == "int8_asym_per_token"
+        fits = fits and known and not with_zeros and held.qdata.device.type == "cpu"
+        codes, multiple = "dynamic", quantised.DYNAMIC_GROUP_MULTIPLE
+    if not fits or group % multiple:
         return None
     packed = quantised.pack(held.qdata + quantised.MIDDLE)
-    zero = held.zero_point.to(torch.uint8) + quantised.MIDDLE if bool(held.zero_point.any()) else None
-    return Projection(packed, linear.bias, held.scale.float().contiguous(), zero)
+    zero = held.zero_point.to(torch.uint8) + quantised.MIDDLE if with_zeros else None
+    return Projection(packed, linear.bias, held.scale.float().contiguous(), zero, codes)
 
 
 def _compressed(module: Any) -> Projection | str:

@@ -51,7 +51,7 @@ def _weight_of(linear: Any) -> str:
 def projection(linear: nn.Module | None) -> Projection | None:
     """Return what the ops project to a vocabulary with instead of a bias-free module, or None: call the module."""
     found = read(linear)
-    return None if isinstance(found, str) or found.bias is not None or found.codes == "dynamic" else found
+    return None if isinstance(found, str) or found.bias is not None else found
 
 
 def plain_weight(linear: nn.Module | None) -> Tensor | None:
