@@ -140,8 +140,9 @@ def rounded(x: Tensor, codes: str, weight: Tensor) -> Tensor:
     """Return x `[..., K]` as a weight with these codes sees it: for "dynamic" rounded to 8 bits with a scale per row.
 
     Beside int8 the scale is the row's largest size over 127.5, at least 2^-23, as in torchao's layers;
-    compressed-tensors' have no such bound. Beside int4 it is a 255th of the way from the row's smallest number to its
-    largest, 0 among them, at least 2^-126, as in torchao's layers in fp32; there 256 codes begin at the smallest.
+    compressed-tensors' have no such bound. Beside int4 it is (most - least) / 255, at least 2^-126, with `least` the
+    row's smallest number or 0 and `most` its largest or 0, and the 256 codes begin at round(least / scale), as in
+    torchao's layers in fp32.
     """
     if codes != "dynamic" or x.numel() == 0:
         return x

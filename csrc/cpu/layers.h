@@ -58,7 +58,7 @@ inline void quantise(const typename A::T* x, int64_t head_dim, char* row) {
   const float size = range_of<A>(x, head_dim).size(), most = size < 1e-30f ? 1e-30f : size;
   const float factor = 127.0f / most, scale = most / 127.0f;
   for (int64_t i = 0; i < head_dim; i += kLanes) {
-    const F code = nearest(get<A>(x + i, head_dim - i) * factor);
+    const F code = nearest(get<A>(x + i, head_dim - i), factor);
     const Quarters bytes = __builtin_convertvector(__builtin_convertvector(code, I), Quarters);
     __builtin_memcpy(row + i, &bytes, static_cast<size_t>(least(kLanes, head_dim - i)));
   }

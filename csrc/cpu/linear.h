@@ -18,19 +18,16 @@ MEDUSA_INLINE int64_t prepared_vectors(int64_t columns) {
   return blocks(columns, W::kStep) * W::kParts + kRounds<W>;
 }
 
-// Rounds one token to 8 bits, as torchao does. Beside weights of 8 bits its scale is the largest size over 127.5, but not
-// less than 2^-23; beside those of 4 bits 255 scales reach from the smallest number (or 0) to the largest (or 0).
+// Rounds one token to 8 bits, as torchao does: medusa_kernels/quantised.py, `rounded`.
 template <class W, class A>
 inline void round_token(const typename A::T* from, int64_t columns, typename W::X* to) {
   const Range range = range_of<A>(from, columns);
   constexpr bool kAnyLow = W::kParts == 2;
   const float exact = kAnyLow ? (range.high - range.low) / 255.0f : range.size() / 127.5f;
-  const float fewest = kAnyLow ? 0x1p-126f : 0x1p-23f, scale = exact < fewest ? fewest : exact, factor = 1.0f / scale;
+  const float bound = kAnyLow ? 0x1p-126f : 0x1p-23f, scale = exact < bound ? bound : exact, factor = 1.0f / scale;
   const float low = kAnyLow ? __builtin_rintf(range.low / scale) : -128.0f, high = low + 255.0f;
   const auto code = [&](int64_t i) MEDUSA_INLINED {
-    F v = (i < columns ? get<A>(from + i, columns - i) : F{}) * factor;
-    asm("" : "+m"(v));  // else the product is added to before it is rounded, and at ties the code is not torchao's
-    v = nearest(v);
+    const F v = nearest(i < columns ? get<A>(from + i, columns - i) : F{}, factor);
     return v < low ? all(low) : v > high ? all(high) : v;
   };
   const auto put = [&](int64_t place, F v) MEDUSA_INLINED {

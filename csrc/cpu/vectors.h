@@ -133,6 +133,14 @@ MEDUSA_INLINE float largest(F v) {
 // Rounds to integers, of sizes up to 2^22.
 MEDUSA_INLINE F nearest(F v) { return (v + 12582912.0f) - 12582912.0f; }
 
+// Rounds v times factor as PyTorch does: contracted with the addition, the product would not be rounded before, and a tie
+// would end elsewhere.
+MEDUSA_INLINE F nearest(F v, float factor) {
+  F product = v * factor;
+  asm("" : "+m"(product));
+  return nearest(product);
+}
+
 // exp(x) to 2 units in the last place; 0 below -87.3, NaN for NaN.
 MEDUSA_INLINE F exponential(F x) {
   const F low = all(-87.3f), high = all(88.3f);
