@@ -57,7 +57,8 @@ def decode_linear(
         parts: more than 1: the K columns are divided into so many consecutive parts, and each part's product is
             returned by itself, so that more programs stream a narrow weight. `add_rms_norm` and `rope_append` add them.
             Not with `gate` or `residual`. `linear_parts` says how many are best.
-        zeros: for each weight uint8 `[N_i, K / g]`, the zero points of int4 codes; None: 8.
+        zeros: for each weight uint8 `[N_i, K / g]`, the zero points of int4 codes; None: 8. Of "dynamic" int4 weights
+            the sums of their rows (`quantised.row_sums`).
         codes: what 4-bit codes stand for: "int4", "nf4" or "fp4"; "dynamic" for int8 or int4 weights that meet
             x in 8 bits.
         activation: of the gate: "silu", or "gelu_tanh" (Gemma), the approximation

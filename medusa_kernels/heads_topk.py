@@ -65,7 +65,8 @@ def heads_topk(
             V is the number of ids (without a token_map V', with `gather` that of the rows of w2). With standard Gumbel
             noise the first token is a sample of the softmax, and the k are samples without replacement (Gumbel-top-k,
             arXiv:1903.06059). None: none.
-        w2_zero: uint8 `[.., V', H / g]`, the zero points of int4 codes; None: 8.
+        w2_zero: uint8 `[.., V', H / g]`, the zero points of int4 codes; None: 8. Of "dynamic" int4 weights the sums of
+            their rows (`quantised.row_sums`).
         codes: what 4-bit codes of w2 stand for: "int4", "nf4" or "fp4"; "dynamic" for int8 or int4 numbers that meet
             the heads' states in 8 bits.
         divisor: finite, above 0.

@@ -15,7 +15,8 @@ What a code stands for is named:
 
 In the place of such a name, `"dynamic"` says that a weight is int8, or int4 without zero points and g a multiple of 32,
 and that activations are rounded to 8 bits before they are multiplied with it (`rounded`), as torchao and
-compressed-tensors do dynamically. That is read on a CPU.
+compressed-tensors do dynamically. That is read on a CPU. Such an int4 weight has in the place of zero points the sum of
+each row's elements (`row_sums`): the 256 codes of an activation do not begin at the same number for all.
 """
 
 from __future__ import annotations
@@ -99,7 +100,12 @@ def check(
     fits = groups >= 1 and size % groups == 0 and size // max(groups, 1) % multiple == 0
     expected = f"groups of a multiple of {multiple} of the {size} columns"
     _checks.require(fits, of_scale, expected, f"{groups} groups")
-    if zero is not None:
+    if codes == "dynamic":
+        _checks.require(zero is not None, of_zero, "the sums of the rows (quantised.row_sums)", None)
+        assert zero is not None
+        _checks.typed(of_zero, zero, (*scale.shape[:-1], 1), torch.float32, like, other)
+        _checks.contiguous(of_zero, zero)
+    elif zero is not None:
         _checks.require(codes == "int4", of_zero, f"None with {codes}", "zero points")
         _checks.typed(of_zero, zero, scale.shape, torch.uint8, like, other)
         _checks.contiguous(of_zero, zero)
@@ -132,8 +138,14 @@ def dequantised(
         return weight.to(wide) * scale
     numbers = values(weight, codes).to(wide).unflatten(-1, (scale.shape[-2], -1))
     if codes not in TABLES:
-        numbers = numbers - (MIDDLE if zero is None else zero.to(wide)[..., None])
+        numbers = numbers - (MIDDLE if zero is None or codes == "dynamic" else zero.to(wide)[..., None])
     return (numbers * scale).flatten(-2)
+
+
+def row_sums(weight: Tensor, scale: Tensor) -> Tensor:
+    """Return the sum of the elements of each row of an int4 weight without zero points: fp32 `[.., N, 1]`."""
+    codes = ((weight & 15) + (weight >> 4)).unflatten(-1, (scale.shape[-1], -1)).sum(-1)
+    return ((codes - MIDDLE * group_size(weight, scale)) * scale.double()).sum(-1, keepdim=True).float()
 
 
 def rounded(x: Tensor, codes: str, weight: Tensor) -> Tensor:

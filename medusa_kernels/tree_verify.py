@@ -51,7 +51,8 @@ def tree_verify(
             row i.
         want_stats: whether the three statistics are computed.
         weight_scale: fp32 `[V]`, the factor of each row of 8-bit numbers, or `[V, H / g]`, that of each group of codes.
-        weight_zero: uint8 `[V, H / g]`, the zero points of int4 codes; None: 8.
+        weight_zero: uint8 `[V, H / g]`, the zero points of int4 codes; None: 8. Of "dynamic" int4 weights the sums of
+            their rows (`quantised.row_sums`).
         codes: what 4-bit codes stand for: "int4", "nf4" or "fp4"; "dynamic" for int8 or int4 weights that meet
             hidden in 8 bits.
         divisor: logits are `hidden weight^T / divisor`.

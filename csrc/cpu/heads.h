@@ -104,8 +104,8 @@ Result heads(const Heads& a) {
       const int64_t* map = a.gather ? a.token_map : nullptr;
       float* out = logits + own * each * a.vocabulary + first;
       const float* scale = a.w2_scale == nullptr ? nullptr : a.w2_scale + own * a.scale_stride;
-      const uint8_t* zero = a.w2_zero == nullptr ? nullptr : a.w2_zero + own * a.scale_stride;
-      const Codes codes = codes_of({nullptr, scale, zero, nullptr, 0, 0, a.w2_type, a.w2_group}, a.width);
+      Codes codes = codes_of({nullptr, scale, a.w2_zero, nullptr, 0, 0, a.w2_type, a.w2_group}, a.width);
+      if (codes.zero != nullptr) codes.zero += own * a.rows * zero_bytes(codes);
       product<W>(static_cast<const char*>(a.w2) + own * a.w2_stride, a.w2_row_stride, map, first, rows,
                  x + own * each * vectors, each, a.width, out, a.vocabulary, codes);
       for (int64_t token = 0; token < each; ++token) {

@@ -21,6 +21,7 @@ namespace {
 
 #include "vectors.h"
 #include "weights.h"
+#include "int4.h"
 #include "linear.h"
 #include "layers.h"
 #include "heads.h"

@@ -4,61 +4,41 @@
 // one vector, whose lanes are added at the end, so an element's additions have one order, whatever the number of tokens,
 // the tile and the thread: a token's result does not depend on the tokens beside it.
 
-// Bytes ahead of what is multiplied that memory is prefetched at the least: rows of few codes are shorter than a wait.
-constexpr int64_t kAhead = 4096;
-
 // Bytes of a row of a contiguous weight.
 inline int64_t row_bytes(int64_t type, int64_t columns) {
   return type == kFloat32 ? 4 * columns : type == kBFloat16 ? 2 * columns : type >= kInt4 ? columns / 2 : columns;
 }
 
-// Vectors of one prepared token; one that is rounded ends with its scale.
+// Bytes of a row's zero points, or of its sum.
+inline int64_t zero_bytes(const Codes& codes) { return codes.type == kDynamicInt4 ? sizeof(float) : codes.groups; }
+
+// Vectors of one prepared token; one that is rounded to shorts ends with its scale.
 template <class W>
 MEDUSA_INLINE int64_t prepared_vectors(int64_t columns) {
-  return blocks(columns, W::kStep) * W::kParts + kRounds<W>;
+  const int64_t steps = blocks(columns, W::kStep);
+  if constexpr (std::is_same_v<W, DynamicInt4>) {
+    return blocks(int64_t(sizeof(RoundedToken)) + (steps - 1) * int64_t(sizeof(RoundedToken::Step)), kBytes);
+  } else {
+    return steps * W::kParts + kRounds<W>;
+  }
 }
 
-// Rounds one token to 8 bits, as torchao does: medusa_kernels/quantised.py, `rounded`.
-template <class W, class A>
-inline void round_token(const typename A::T* from, int64_t columns, typename W::X* to) {
-  const Range range = range_of<A>(from, columns);
-  constexpr bool kAnyLow = W::kParts == 2;
-  const float exact = kAnyLow ? (range.high - range.low) / 255.0f : range.size() / 127.5f;
-  const float bound = kAnyLow ? 0x1p-126f : 0x1p-23f, scale = exact < bound ? bound : exact, factor = 1.0f / scale;
-  const float low = kAnyLow ? __builtin_rintf(range.low / scale) : -128.0f, high = low + 255.0f;
-  const auto code = [&](int64_t i) MEDUSA_INLINED {
-    const F v = nearest(i < columns ? get<A>(from + i, columns - i) : F{}, factor);
-    return v < low ? all(low) : v > high ? all(high) : v;
-  };
-  const auto put = [&](int64_t place, F v) MEDUSA_INLINED {
-    store(reinterpret_cast<int16_t*>(to) + place, __builtin_convertvector(__builtin_convertvector(v, I), Shorts));
-  };
-  using InOrder = typename EveryLane<kLanes>::type;
-  for (int64_t i = 0; i < blocks(columns, W::kStep) * W::kStep; i += 2 * kLanes) {
-    const F a = code(i), b = code(i + kLanes);
-    if constexpr (kAnyLow) {
-      const int64_t place = i - i % W::kStep / 2;
-      put(place, shuffled<Alternate<0>>(a, b, InOrder{}));
-      put(place + W::kStep / 2, shuffled<Alternate<1>>(a, b, InOrder{}));
-    } else {
-      put(i, a);
-      put(i + kLanes, b);
-    }
+// Rounds a token to 8 bits.
+template <class A>
+inline void round_token(const typename A::T* from, int64_t columns, S* to) {
+  const Rounding<A, false> code(from, columns);
+  const int64_t vectors = prepared_vectors<DynamicInt8>(columns) - 1;
+  for (int64_t i = 0; i < vectors * 2; ++i) {
+    const Shorts codes = __builtin_convertvector(__builtin_convertvector(code(i * kLanes), I), Shorts);
+    store(reinterpret_cast<char*>(to) + i * int64_t(sizeof(codes)), codes);
   }
-  __builtin_memcpy(to + prepared_vectors<W>(columns) - 1, &scale, sizeof(scale));
+  __builtin_memcpy(to + vectors, &code.scale, sizeof(code.scale));
 }
 
 // Puts tokens [tokens, columns] into the order in which the columns of a weight of `type` are multiplied, padded with
 // zeros.
 template <class W, class A>
-inline void prepare(const typename A::T* from, int64_t tokens, int64_t columns, typename W::X* to,
-                    int64_t type = A::kType) {
-  if constexpr (kRounds<W>) {
-    for (int64_t token = 0; token < tokens; ++token) {
-      round_token<W, A>(from + token * columns, columns, to + token * prepared_vectors<W>(columns));
-    }
-    return;
-  }
+inline void in_order(const typename A::T* from, int64_t tokens, int64_t columns, typename W::X* to, int64_t type) {
   const int64_t even = type == kNf4 || type == kFp4 ? 1 : 0;  // where the even columns are: see quantised.py
   const int64_t steps = blocks(columns, W::kStep);
   for (int64_t token = 0; token < tokens; ++token) {
@@ -86,6 +66,20 @@ inline void prepare(const typename A::T* from, int64_t tokens, int64_t columns, 
       }
       to += W::kParts;
     }
+  }
+}
+
+// Prepares tokens [tokens, columns] for a weight of `type`.
+template <class W, class A>
+inline void prepare(const typename A::T* from, int64_t tokens, int64_t columns, typename W::X* to,
+                    int64_t type = A::kType) {
+  if constexpr (kRounds<W>) {
+    for (int64_t token = 0; token < tokens; ++token) {
+      auto* place = reinterpret_cast<typename W::Token*>(to + token * prepared_vectors<W>(columns));
+      round_token<A>(from + token * columns, columns, place);
+    }
+  } else {
+    in_order<W, A>(from, tokens, columns, to, type);
   }
 }
 
@@ -148,34 +142,18 @@ template <class W, int kRows, int kTokens>
 inline void tile(const Row* w, const Codes& codes, int64_t ahead, const typename W::X* x, int64_t columns, float* out,
                  int64_t stride) {
   const int64_t vectors = prepared_vectors<W>(columns);
-  std::conditional_t<kIntegerSums<W>, I, F> acc[kRows * kTokens] = {};
+  std::conditional_t<kRounds<W>, I, F> acc[kRows * kTokens] = {};
   each_step<W, kRows>(w, codes, ahead, columns, [&](const char* const* rows, const auto* tables, int64_t step) MEDUSA_INLINED {
-    if constexpr (kRounds<W> && !kIntegerSums<W>) {
+    MEDUSA_UNROLL
+    for (int part = 0; part < W::kParts; ++part) {
+      typename W::X parts[kRows];
       MEDUSA_UNROLL
-      for (int r = 0; r < kRows; ++r) {
-        const auto& table = tables[r * kTables];
-        const S even = kept<kTokens>(W::part(rows[r], 0, table)), odd = kept<kTokens>(W::part(rows[r], 1, table));
-        const F scale = F{} + table;
-        MEDUSA_UNROLL
-        for (int t = 0; t < kTokens; ++t) {
-          I products{};
-          multiply(products, x[t * vectors + step * 2], even);
-          multiply(products, x[t * vectors + step * 2 + 1], odd);
-          multiply(acc[t * kRows + r], __builtin_convertvector(products, F), scale);
-        }
-      }
-    } else {
+      for (int r = 0; r < kRows; ++r) parts[r] = kept<kTokens>(W::part(rows[r], part, tables[r * kTables]));
       MEDUSA_UNROLL
-      for (int part = 0; part < W::kParts; ++part) {
-        typename W::X parts[kRows];
+      for (int t = 0; t < kTokens; ++t) {
+        const auto token = kept<kTokens>(x[t * vectors + step * W::kParts + part]);
         MEDUSA_UNROLL
-        for (int r = 0; r < kRows; ++r) parts[r] = kept<kTokens>(W::part(rows[r], part, tables[r * kTables]));
-        MEDUSA_UNROLL
-        for (int t = 0; t < kTokens; ++t) {
-          const auto token = kept<kTokens>(x[t * vectors + step * W::kParts + part]);
-          MEDUSA_UNROLL
-          for (int r = 0; r < kRows; ++r) multiply(acc[t * kRows + r], token, parts[r]);
-        }
+        for (int r = 0; r < kRows; ++r) multiply(acc[t * kRows + r], token, parts[r]);
       }
     }
   });
@@ -245,18 +223,12 @@ inline void passes(const Row* w, const Codes& codes, int64_t ahead, const typena
   }
 }
 
-// `rows` rows of a weight times prepared tokens: out[token * stride + row]. With a map, row i of them is row map[i].
-template <class W>
-inline void product(const void* weight, int64_t w_stride, const int64_t* map, int64_t first, int64_t rows,
-                    const typename W::X* x, int64_t tokens, int64_t columns, float* out, int64_t stride,
-                    const Codes& codes = {}) {
-  const auto at = [&](int64_t row) {
-    const int64_t own = map == nullptr ? first + row : map[first + row];
-    return Row{static_cast<const char*>(weight) + own * w_stride, codes.scale + own * codes.groups,
-               codes.zero == nullptr ? nullptr : codes.zero + own * codes.groups};
-  };
+// `rows` rows, at(i) each, times prepared tokens: out[token * stride + row].
+template <class W, class At>
+inline void tiles(const At& at, int64_t rows, int64_t w_stride, const Codes& codes, const typename W::X* x, int64_t tokens,
+                  int64_t columns, float* out, int64_t stride) {
   int64_t row = 0;
-  const auto tiles = [&](auto count) MEDUSA_INLINED {
+  const auto of_rows = [&](auto count) MEDUSA_INLINED {
     constexpr int kRows = decltype(count)::value;
     const int64_t ahead = kRows * w_stride > kAhead ? kRows * w_stride : kAhead;
     for (; row + kRows <= rows; row += kRows) {
@@ -270,16 +242,34 @@ inline void product(const void* weight, int64_t w_stride, const int64_t* map, in
     }
   };
   if constexpr (kLoneRows > kTileRows && !std::is_empty_v<typename W::Table>) {
-    if (tokens == 1) tiles(std::integral_constant<int, kLoneRows>{});
+    if (tokens == 1) of_rows(std::integral_constant<int, kLoneRows>{});
   }
   if (kManyRows == kTileRows || tokens <= kTileTokens) {
-    tiles(std::integral_constant<int, kTileRows>{});
+    of_rows(std::integral_constant<int, kTileRows>{});
   } else {
-    tiles(std::integral_constant<int, kManyRows>{});
+    of_rows(std::integral_constant<int, kManyRows>{});
   }
   for (; row < rows; ++row) {
     const Row w = at(row);
     passes<W, 1>(&w, codes, w_stride, x, tokens, columns, out + row, stride);
+  }
+}
+
+// `rows` rows of a weight times prepared tokens: out[token * stride + row]. With a map, row i of them is row map[i].
+template <class W>
+inline void product(const void* weight, int64_t w_stride, const int64_t* map, int64_t first, int64_t rows,
+                    const typename W::X* x, int64_t tokens, int64_t columns, float* out, int64_t stride,
+                    const Codes& codes = {}) {
+  const auto at = [&](int64_t row) {
+    const int64_t own = map == nullptr ? first + row : map[first + row];
+    return Row{static_cast<const char*>(weight) + own * w_stride, codes.scale + own * codes.groups,
+               codes.zero == nullptr ? nullptr : codes.zero + own * zero_bytes(codes)};
+  };
+  if constexpr (std::is_same_v<W, DynamicInt4>) {
+    const RoundedTokens rounded{reinterpret_cast<const char*>(x), prepared_vectors<W>(columns) * kBytes};
+    four_bit_product(at, rows, w_stride, codes, rounded, tokens, out, stride);
+  } else {
+    tiles<W>(at, rows, w_stride, codes, x, tokens, columns, out, stride);
   }
 }
 

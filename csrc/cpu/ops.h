@@ -19,7 +19,8 @@ enum Activation : int64_t { kSilu = 0, kGeluTanh = 1 };
 struct Matrix {
   const void* data;
   const float* scale;   // of 8-bit numbers [rows], of 4-bit codes [rows, columns / group], else null
-  const uint8_t* zero;  // of kInt4 [rows, columns / group], or null: 8
+  // Of kInt4 [rows, columns / group], or null: 8. Of kDynamicInt4 the bytes of floats, [rows, 1]: the sums of its rows.
+  const uint8_t* zero;
   const void* bias;     // [rows] in the type of the activations, or null
   int64_t rows;
   int64_t stride;

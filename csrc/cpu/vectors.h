@@ -86,6 +86,12 @@ struct HalfBlocks {
   }
 };
 
+// Lanes of a and b in turn, from lane kFirst of each four.
+template <int kFirst>
+struct InTurn {
+  static constexpr int of(int lane) { return lane / 4 * 4 + kFirst + lane % 4 / 2 + lane % 2 * kLanes; }
+};
+
 // Every other lane of a, then of b.
 template <int kFirst>
 struct Alternate {
@@ -243,3 +249,24 @@ MEDUSA_INLINE Range range_of(const typename A::T* from, int64_t count) {
   const float nothing = sum(lost);
   return {nothing - largest(low), nothing + largest(high)};
 }
+
+// The codes of kLanes numbers in 8 bits, as torchao rounds a token: medusa_kernels/quantised.py, `rounded`. kAnyLow: the
+// smallest is not always -128.
+template <class A, bool kAnyLow>
+struct Rounding {
+  const typename A::T* from;
+  int64_t columns;
+  float scale, factor, low;
+  Rounding(const typename A::T* numbers, int64_t count) : from(numbers), columns(count) {
+    const Range range = range_of<A>(from, columns);
+    const float exact = kAnyLow ? (range.high - range.low) / 255.0f : range.size() / 127.5f;
+    const float bound = kAnyLow ? 0x1p-126f : 0x1p-23f;
+    scale = exact < bound ? bound : exact;
+    factor = 1.0f / scale;
+    low = kAnyLow ? __builtin_rintf(range.low / scale) : -128.0f;
+  }
+  MEDUSA_INLINE F operator()(int64_t i) const {
+    const F v = nearest(i < columns ? get<A>(from + i, columns - i) : F{}, factor);
+    return v < low ? all(low) : v > low + 255.0f ? all(low + 255.0f) : v;
+  }
+};

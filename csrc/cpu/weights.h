@@ -7,7 +7,7 @@
 struct Row {
   const char* data;
   const float* scale;
-  const uint8_t* zero;
+  const uint8_t* zero;  // of DynamicInt4 the bytes of a float: the sum of its numbers
 };
 
 // What all rows of a weight have in common; the scales and zero points of the first row.
@@ -17,6 +17,9 @@ struct Codes {
   const uint8_t* zero = nullptr;
   int64_t group = 0, groups = 0;  // columns of a group, groups of a row
 };
+
+// Bytes ahead of what is multiplied that memory is prefetched at the least: rows of few codes are shorter than a wait.
+constexpr int64_t kAhead = 4096;
 
 MEDUSA_INLINE void multiply(F& sum, F x, F w) { sum = w * x + sum; }
 
@@ -208,7 +211,6 @@ struct Integers4 {
 struct OfIntegers {};
 typedef int16_t S __attribute__((vector_size(kBytes)));
 typedef int8_t Bytes __attribute__((vector_size(kBytes / 2)));
-typedef uint8_t UnsignedBytes __attribute__((vector_size(kBytes / 2)));
 
 // sum += the products of adjacent pairs.
 MEDUSA_INLINE void multiply(I& sum, S x, S w) {
@@ -232,55 +234,24 @@ struct Int16Weight : OneTable, OfIntegers {
 
 struct DynamicInt8 : OneTable, OfIntegers {
   using X = S;
+  using Token = S;
   using Wide = Int16Weight;
   static constexpr int kParts = 1, kStep = 2 * kLanes, kStepBytes = 2 * kLanes;
   static MEDUSA_INLINE S part(const char* w, int, Table) { return __builtin_convertvector(load<Bytes>(w), S); }
 };
 
-// Codes of 4 bits less 8, the even columns of a step, then the odd ones; their products become floats at the end of each
-// step. With kHalves the halves of a step are in groups of their own.
-template <bool kHalves>
-struct ScaledShorts : OfIntegers {
-  using X = S;
-  using Wide = ScaledShorts;
-  static constexpr int kParts = 2, kStep = 4 * kLanes, kStepBytes = 2 * kBytes;
-  using Table = std::conditional_t<kHalves, F, float>;
-  static MEDUSA_INLINE void fill(const Row& row, const Codes& codes, int64_t first, int64_t count, int64_t tile_rows, Table* to) {
-    constexpr int64_t kGroups = kHalves ? 2 : 1;
-    const float* next = row.scale + tile_rows * codes.groups + kGroups * first;
-    for (int64_t i = 0; i < kGroups * count; i += 64 / int64_t(sizeof(float))) __builtin_prefetch(next + i, 0, 3);
-    for (int64_t i = 0; i < count; ++i) {
-      if constexpr (kHalves) {
-        const auto scale = [&](int64_t half) {  // half of the last step may be padding
-          return row.scale[least((2 * (first + i) + half) * kStep / 2 / codes.group, codes.groups - 1)];
-        };
-        const float lower = scale(0), upper = scale(1);
-        for (int lane = 0; lane < kLanes; ++lane) to[i][lane] = lane < kLanes / 2 ? lower : upper;
-      } else {
-        to[i] = row.scale[first + i];
-      }
-    }
-  }
-  static MEDUSA_INLINE int64_t same_table(const Codes& codes) { return kHalves ? 1 : codes.group / kStep; }
-  static MEDUSA_INLINE S part(const char* w, int part, const Table&) { return load<S>(w + part * kBytes); }
+struct RoundedToken;
+
+// Codes of 4 bits less 8, which int4.h multiplies.
+struct DynamicInt4 : OfIntegers {
+  using X = I;
+  using Token = RoundedToken;
+  static constexpr int kStep = 32;
 };
 
-template <bool kHalves>
-struct DynamicInt4 : ScaledShorts<kHalves> {
-  using Wide = ScaledShorts<kHalves>;
-  static constexpr int kStepBytes = 2 * kLanes;
-  static MEDUSA_INLINE S part(const char* w, int part, const typename Wide::Table&) {
-    const S both = __builtin_convertvector(load<UnsignedBytes>(w), S);
-    return (part == 0 ? both & 15 : both >> 4) - 8;
-  }
-};
-
-// Whether products are of integers, and whether their sums are until the end. X does not tell: to GCC 12 an __m512bh is the
-// same vector as S.
+// Whether products are of integers. X does not tell: to GCC 12 an __m512bh is the same vector as S.
 template <class W>
 constexpr bool kRounds = std::is_base_of_v<OfIntegers, W>;
-template <class W>
-constexpr bool kIntegerSums = kRounds<W> && std::is_empty_v<typename W::Table>;
 
 // The forms of weights beside activations A.
 template <class A>
@@ -364,13 +335,8 @@ template <class A, class Run>
 MEDUSA_INLINE bool with_weight(int64_t type, const Run& run, int64_t group = 0) {
   using Four = typename Forms<A>::template Four<false>;
   if (type == kDynamicInt4) {
-    using Whole = DynamicInt4<false>;
-    if (group <= 0 || group % 32 != 0) return false;
-    if (group % Whole::kStep == 0) {
-      run(Whole{});
-    } else if constexpr (Whole::kStep > 32) {
-      run(DynamicInt4<true>{});
-    }
+    if (group <= 0 || group % DynamicInt4::kStep != 0) return false;
+    run(DynamicInt4{});
   } else if (type >= kInt4 && type <= kFp4) {
     if (group <= 0 || group % 16 != 0) return false;
     if constexpr (kLanes < 16) {

@@ -89,6 +89,18 @@ PLAIN __m512i plain_dpwssd_epi32(__m512i sum, __m512i a, __m512i b) {
     return s.at[i] + x.at[2 * i] * y.at[2 * i] + x.at[2 * i + 1] * y.at[2 * i + 1];
   });
 }
+PLAIN __m512i plain_dpbusd_epi32(__m512i sum, __m512i a, __m512i b) {
+  return each<__m512i, int32_t>([s = lanes<int32_t>(sum), x = lanes<uint8_t>(a), y = lanes<int8_t>(b)](int i) {
+    int32_t found = s.at[i];
+    for (int k = 4 * i; k < 4 * i + 4; ++k) found += x.at[k] * y.at[k];
+    return found;
+  });
+}
+PLAIN __m512i plain_inserti32x4(unsigned, __m512i a, __m128i b, int place) {
+  return each<__m512i, int32_t>([x = lanes<int32_t>(a), y = lanes<int32_t>(b), place](int i) {
+    return i / 4 == place ? y.at[i % 4] : x.at[i];
+  });
+}
 PLAIN __m512bh plain_cvtne2ps_pbh(__m512 upper, __m512 lower) {
   return each<__m512bh, uint16_t>([u = lanes<float>(upper), l = lanes<float>(lower)](int i) {
     return plain::narrow(i < 16 ? l.at[i] : u.at[i - 16]);
@@ -104,7 +116,8 @@ PLAIN __m512 plain_dpbf16_ps(__m512 sum, __m512bh a, __m512bh b) {
 #define _mm512_maskz_cvtepi8_epi32 plain_cvtepi8_epi32
 #define _mm512_maskz_cvtepu8_epi32 plain_cvtepu8_epi32
 #define _mm512_maskz_cvtepu8_epi16 plain_cvtepu8_epi16
-#undef _mm512_maskz_srli_epi16  // without optimisation GCC has a macro of this name
+#undef _mm512_maskz_srli_epi16  // without optimisation GCC has macros of these names
+#undef _mm512_maskz_inserti32x4
 #define _mm512_maskz_srli_epi16 plain_srli_epi16
 #define _mm512_set1_epi64 plain_set1_epi64
 #define _mm512_maskz_mul_epu32 plain_mul_epu32
@@ -112,5 +125,7 @@ PLAIN __m512 plain_dpbf16_ps(__m512 sum, __m512bh a, __m512bh b) {
 #define _mm512_permutex2var_ps plain_permutex2var_ps
 #define _mm512_maskz_permutexvar_epi16 plain_permutexvar_epi16
 #define _mm512_dpwssd_epi32 plain_dpwssd_epi32
+#define _mm512_dpbusd_epi32 plain_dpbusd_epi32
+#define _mm512_maskz_inserti32x4 plain_inserti32x4
 #define _mm512_cvtne2ps_pbh plain_cvtne2ps_pbh
 #define _mm512_dpbf16_ps plain_dpbf16_ps

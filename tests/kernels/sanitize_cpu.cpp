@@ -210,6 +210,7 @@ struct Weight {
   bool has_bias, has_zero, of_halves;
   Array values, scale, bias;
   Integers<uint8_t> zero;
+  Array sums;
 
   Weight(int64_t type, int64_t activations, int64_t rows, int64_t columns, int64_t group = 0, bool gaps = maybe())
       : type(type),
@@ -220,7 +221,8 @@ struct Weight {
         values(type, rows, columns, columns + (gaps ? 2 * any(1, 20) : 0)),
         scale(kFloat32, type >= kInt8 ? rows : 0, columns / this->group),
         bias(activations, 1, rows),
-        zero(zeros(has_zero ? rows * (columns / this->group) : 0)) {
+        zero(zeros(has_zero ? rows * (columns / this->group) : 0)),
+        sums(kFloat32, type == kDynamicInt4 ? rows : 0, 1) {
     const double size = 1 / std::sqrt(static_cast<double>(columns));
     const double factor = type >= kInt8 && type < kInt4 ? size / 64 : middle() > 0 ? size / 6 : size;
     values.fill([&] {
@@ -230,6 +232,11 @@ struct Weight {
     });
     scale.fill([&] { return factor * (0.5 + static_cast<double>(any(0, 100)) / 100); });
     bias.fill(normal);
+    for (int64_t row = 0; type == kDynamicInt4 && row < rows; ++row) {
+      double sum = 0;
+      for (int64_t i = 0; i < columns; ++i) sum += (values.get(row, i) - middle()) * scale.get(row, i / this->group);
+      sums.set(row, 0, sum);
+    }
   }
   static std::vector<uint8_t> zeros(int64_t count) {
     std::vector<uint8_t> all;
@@ -241,14 +248,16 @@ struct Weight {
   }
   double middle() const { return type == kInt4 || type == kDynamicInt4 ? 8 : 0; }
   const float* scales() const { return type >= kInt8 ? static_cast<const float*>(scale.data()) : nullptr; }
-  const uint8_t* zero_points() const { return has_zero ? zero.data() : nullptr; }
+  const uint8_t* zero_points() const {
+    return type == kDynamicInt4 ? static_cast<const uint8_t*>(sums.data()) : has_zero ? zero.data() : nullptr;
+  }
   const void* biases() const { return has_bias ? bias.data() : nullptr; }
   // The product with one token, and a bound of what single precision adds to it.
   struct Sum {
     double value, error;
   };
   Sum times(const double* x, int64_t row) const {
-    double sum = 0, sizes = 0, unsure = 0;
+    double sum = 0, sizes = 0, unsure = 0, offset = 0;
     const double* own = values.row(row);
     std::vector<double> codes;
     if (type == kDynamicInt8 || type == kDynamicInt4) {
@@ -258,6 +267,7 @@ struct Weight {
       }
       float step = std::max((most - least) / 255, 0x1p-126f), low = std::nearbyint(least / step);
       if (type == kDynamicInt8) step = std::max(std::max(most, -least) / 127.5f, 0x1p-23f), low = -128;
+      offset = std::fabs(low + 128) * step;  // what codes in a byte lack
       const float factor = 1.0f / step;
       for (int64_t i = 0; i < values.columns(); ++i) {
         const double exact = x[i] * factor, code = std::min(low + 255.0, std::max<double>(low, std::nearbyint(exact)));
@@ -271,9 +281,9 @@ struct Weight {
     for (int64_t column = 0; column < values.columns(); ++column) {
       const int64_t at = column / group;
       const double zero_point = has_zero ? zero.data()[row * scale.columns() + at] : middle();
-      const double product = x[column] * (own[column] - zero_point) * (type >= kInt8 ? scale.get(row, at) : 1);
-      sum += product;
-      sizes += std::fabs(product);
+      const double weight = (own[column] - zero_point) * (type >= kInt8 ? scale.get(row, at) : 1);
+      sum += x[column] * weight;
+      sizes += (std::fabs(x[column]) + offset) * std::fabs(weight);
     }
     const double added = has_bias ? bias.get(0, row) : 0, steps = static_cast<double>(values.columns()) + 8;
     // A code's value times its scale may be rounded to bfloat16.

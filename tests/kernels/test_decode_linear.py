@@ -483,6 +483,15 @@ BAD |= {
         {"weights": [I8.to(torch.float8_e4m3fn)], "scales": [SCALE], "codes": "dynamic"},
         "codes: expected dynamic only for int8 or int4 weights with scales, got it for torch.float8_e4m3fn",
     ),
+    "dynamic-int4-without-sums": (
+        {
+            "x": torch.zeros(2, 32),
+            "weights": [torch.zeros(5, 16, dtype=torch.uint8)],
+            "scales": [torch.ones(5, 1)],
+            "codes": "dynamic",
+        },
+        r"zeros\[0\]: expected the sums of the rows \(quantised.row_sums\), got None",
+    ),
     "weights-device": ({"weights": [W.to("meta")]}, r"weights\[0\]: expected on cpu like x, got meta"),
 }
 

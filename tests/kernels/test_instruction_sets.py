@@ -137,6 +137,7 @@ def test_set_rounds_activations_beside_dynamic_weights(dtype: torch.dtype) -> No
             x = torch.where((numbers + 0.5).abs() == 127.5, (numbers + 0.5).sign() * 127.5, numbers) * step
             weight, scale = torch.randint(-128, 128, (70, size)).to(torch.int8), torch.rand(70) + 0.5
         options: dict[str, Any] = {"scales": [scale], "codes": "dynamic"}
+        options["zeros"] = [quantised.row_sums(weight, scale)] if group else None
         got = decode_linear(x.to(dtype), [weight], **options)
         wide = numbers * step.double()
         of_weight = quantised.dequantised(weight, scale, wide=torch.float64)
@@ -292,16 +293,25 @@ def test_set_reads_stored_weights_in_tree_verify(dtype: torch.dtype) -> None:
 def test_set_rounds_states_before_a_dynamic_lm_head(kind: str, dtype: torch.dtype) -> None:
     """Verification and heads see the logits of `decode_linear`, and those of the statistics are near them."""
     hidden, lm_head = torch.randn(2, 9, 96).to(dtype), stored.make(kind, (1500, 96), 32)
-    logits = decode_linear(hidden, [lm_head.weight], scales=[lm_head.scale], codes="dynamic")
-    candidates, given = torch.zeros(2, 9, dtype=torch.int64), {"weight_scale": lm_head.scale, "codes": "dynamic"}
-    assert torch.equal(verify(hidden, lm_head.weight, **given), logits.argmax(-1))
-    _, logsumexp, *_ = tree_verify(hidden, lm_head.weight, candidates, **given)
+    weight, scale = lm_head.weight, lm_head.scale
+    sums = quantised.row_sums(weight, scale) if kind == "int4" else None
+    logits = decode_linear(hidden, [weight], scales=[scale], zeros=None if sums is None else [sums], codes="dynamic")
+    candidates = torch.zeros(2, 9, dtype=torch.int64)
+    given = {"weight_scale": scale, "weight_zero": sums, "codes": "dynamic"}
+    assert torch.equal(verify(hidden, weight, **given), logits.argmax(-1))
+    _, logsumexp, *_ = tree_verify(hidden, weight, candidates, **given)
     error = 1e-5 if dtype == torch.float32 else 0.02
     torch.testing.assert_close(logsumexp, logits.float().logsumexp(-1), rtol=0, atol=error)
-    w1 = torch.zeros(3, 96, 96, dtype=dtype)  # states are the hidden states
-    logprobs, _ = heads_topk(hidden[:, 0], w1, None, lm_head.weight, 9, w2_scale=lm_head.scale, codes="dynamic")
-    wanted = logits[:, :1].float().log_softmax(-1).topk(9).values.expand_as(logprobs)
+    w1 = torch.zeros(2, 96, 96, dtype=dtype)  # states are the hidden states
+    logits, rows = logits[:, :1].float(), torch.randperm(1500)[:700]
+    logprobs, _ = heads_topk(hidden[:, 0], w1, None, weight, 9, w2_scale=scale, w2_zero=sums, codes="dynamic")
+    wanted = logits.log_softmax(-1).topk(9).values.expand_as(logprobs)
     torch.testing.assert_close(logprobs, wanted, rtol=0, atol=error)
+    own, scales, zeros = (None if t is None else torch.stack((t, t.flip(0))) for t in (weight, scale, sums))
+    options: dict[str, Any] = {"w2_scale": scales, "w2_zero": zeros, "codes": "dynamic", "gather": True}
+    logprobs, _ = heads_topk(hidden[:, 0], w1, None, own, 9, token_map=rows, **options)
+    of_heads = torch.cat((logits, logits.flip(-1)), 1)[..., rows]
+    torch.testing.assert_close(logprobs, of_heads.log_softmax(-1).topk(9).values, rtol=0, atol=error)
 
 
 @pytest.mark.usefixtures("isa")

@@ -166,9 +166,11 @@ def _int4_of_torchao(linear: Any) -> Projection | None:
         codes, multiple = "dynamic", quantised.DYNAMIC_GROUP_MULTIPLE
     if not fits or group % multiple:
         return None
-    packed = quantised.pack(held.qdata + quantised.MIDDLE)
+    packed, scale = quantised.pack(held.qdata + quantised.MIDDLE), held.scale.float().contiguous()
     zero = held.zero_point.to(torch.uint8) + quantised.MIDDLE if with_zeros else None
-    return Projection(packed, linear.bias, held.scale.float().contiguous(), zero, codes)
+    if codes == "dynamic":
+        zero = quantised.row_sums(packed, scale)
+    return Projection(packed, linear.bias, scale, zero, codes)
 
 
 def _compressed(module: Any) -> Projection | str:
