@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 
 from medusa_kernels import _checks, _cpu, quantised
 from medusa_kernels._registry import register, triton_or
-from medusa_kernels.decode_linear import MOST_ROWS_CPU
+from medusa_kernels.decode_linear import MOST_ROWS_CPU, decode_linear
 from medusa_kernels.reference import of_nodes, scaled_logits, verify_stats
 
 
@@ -121,8 +121,11 @@ def _linear(
             _in_range("parents", parents, -1, hidden.shape[1])
     if temperature > 0 and noise_rows is not None and hidden.device.type == "cpu":
         _in_range("noise_rows", noise_rows, 0, noise.shape[1])
-    wide = quantised.dequantised(weight, weight_scale, weight_zero, codes).to(hidden.dtype)
-    logits = linear(quantised.rounded(hidden, codes, weight), wide)
+    if weight_scale is None:
+        logits = linear(hidden, weight)
+    else:
+        zeros = None if weight_zero is None else [weight_zero]
+        logits = decode_linear(hidden, [weight], scales=[weight_scale], zeros=zeros, codes=codes)
     logits = scaled_logits(logits, divisor, softcap)
     if temperature > 0:
         logits = logits.float() / temperature
