@@ -570,6 +570,16 @@ def test_held_weights_have_gradients_and_are_neither_cast_nor_loaded(folder):
             model.load_state_dict(stored)
 
 
+def test_held_weights_round_activations_that_have_gradients_too(folder):
+    with MedusaModel(loaded("torchao int4 dynamic", folder / "base")) as medusa:
+        layer, x = medusa.base.model.layers[0].mlp.up_proj, torch.randn(3, 128, requires_grad=True)
+        with torch.no_grad():
+            expected, unit = layer(x), layer(torch.eye(128))
+        layer(x).sum().backward()
+        torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(x.grad, unit.sum(1).expand(3, -1), rtol=0, atol=1e-4)
+
+
 def test_a_shared_embedding_stays_whole(folder):
     model = loaded("torchao int4, embedding and lm_head", folder / "base")
     model.model.embed_tokens.weight = model.lm_head.weight

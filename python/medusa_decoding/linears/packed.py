@@ -55,6 +55,7 @@ class PackedLinear(nn.Linear):
             x = x[..., self.order]
         if torch.is_grad_enabled() and x.requires_grad:  # the op has no gradient
             weight = quantised.dequantised(self.weight, self.scale, self.zero, self.codes).to(x.dtype)
+            x = x + (quantised.rounded(x, self.codes, self.weight) - x).detach()  # rounding passes gradients on
             return nn.functional.linear(x, weight, None if self.bias is None else self.bias.to(x.dtype))
         bias = None if self.bias is None else [self.bias.to(x.dtype)]
         zeros = None if self.zero is None else [self.zero]
