@@ -1,14 +1,14 @@
 // int4 weights times tokens that are rounded to 8 bits (W4A8), as products of bytes.
 //
 // The vectors of linear.h hold columns of one row, so each row and token costs a multiplication by the scale of every group.
-// Here they hold four columns of each of kLanes rows: sums of a group, of all rows, are lanes of one vector and meet their
-// scales together. The lanes need not be added at the end.
+// Here they hold four columns of each of kLanes rows: the sums of a group are lanes of one vector, a lane for each row, and
+// meet their scales together. Lanes are never added.
 
 // A token in steps of DynamicInt4::kStep columns.
 struct RoundedToken {
   struct Step {
     int32_t codes[8];  // four bytes each: the even columns, then the odd ones
-    int32_t sum;       // of 8 times each code: what a weight's code is too large by
+    int32_t sum;       // 8 times the sum of these codes: a weight is its code less 8
   };
   float scale, offset;  // a number is (code + offset) scale
   Step steps[1];
