@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#if defined(__AVX2__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 

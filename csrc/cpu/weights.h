@@ -71,6 +71,11 @@ MEDUSA_INLINE I widened(const char* bytes) {
 #elif defined(__AVX2__)
   const __m128i b = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(bytes));
   return I(kSigned ? _mm256_cvtepi8_epi32(b) : _mm256_cvtepu8_epi32(b));
+#elif defined(__SSE2__)
+  __m128i b = _mm_cvtsi32_si128(load<int32_t>(bytes));
+  b = _mm_unpacklo_epi8(b, b);
+  b = _mm_unpacklo_epi16(b, b);  // each byte four times
+  return kSigned ? I(b) >> 24 : I(U(b) >> 24);
 #else
   const I wide = __builtin_convertvector(load<Quarters>(bytes), I);
   return kSigned ? wide : wide & 0xff;
@@ -220,6 +225,8 @@ MEDUSA_INLINE void multiply(I& sum, S x, S w) {
   sum = sum + I(_mm512_madd_epi16(__m512i(x), __m512i(w)));
 #elif defined(__AVX2__)
   sum = sum + I(_mm256_madd_epi16(__m256i(x), __m256i(w)));
+#elif defined(__SSE2__)
+  sum = sum + I(_mm_madd_epi16(__m128i(x), __m128i(w)));
 #else
   for (int lane = 0; lane < kLanes; ++lane) sum[lane] += x[2 * lane] * w[2 * lane] + x[2 * lane + 1] * w[2 * lane + 1];
 #endif
