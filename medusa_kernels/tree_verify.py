@@ -124,6 +124,7 @@ def _linear(
     if weight_scale is None:
         logits = linear(hidden, weight)
     else:
+        weight = weight if weight.stride(1) == 1 else weight.contiguous()
         zeros = None if weight_zero is None else [weight_zero]
         logits = decode_linear(hidden, [weight], scales=[weight_scale], zeros=zeros, codes=codes)
     logits = scaled_logits(logits, divisor, softcap)

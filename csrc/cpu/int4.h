@@ -142,8 +142,8 @@ inline void rows_at_once(const Row* w, const Codes& codes, int64_t ahead, const 
       c[4 + i] = reinterpret_cast<U>(bytes[i]) >> 4 & 0x0f0f0f0fu;
     }
     const auto add = [&](int64_t token) MEDUSA_INLINED {
-      const RoundedToken::Step& at = x[token].steps[step];
-      multiply(acc[token], __builtin_convertvector(products(c, at.codes) - at.sum, F), scale);
+      const RoundedToken::Step& own = x[token].steps[step];
+      multiply(acc[token], __builtin_convertvector(products(c, own.codes) - own.sum, F), scale);
     };
     if constexpr (kMost == 1) {
       add(0);
@@ -172,7 +172,7 @@ inline void four_bit_product(const At& row, int64_t rows, int64_t row_bytes, con
   for (int64_t first = 0; first < rows; first += kLanes) {
     Row w[kLanes];
     for (int r = 0; r < kLanes; ++r) w[r] = row(least(first + r, rows - 1));
-    int64_t ahead = kLanes * row_bytes > kAhead ? kLanes * row_bytes : kAhead;
+    int64_t ahead = ahead_of(kLanes, row_bytes);
     if (tokens == 1) rows_at_once<1>(w, codes, ahead, x, 1, rows - first, out + first, stride);
     for (int64_t token = 0; tokens > 1 && token < tokens; token += kTokensAtOnce) {
       const RoundedTokens now{x.first + token * x.bytes, x.bytes};

@@ -230,7 +230,7 @@ inline void tiles(const At& at, int64_t rows, int64_t w_stride, const Codes& cod
   int64_t row = 0;
   const auto of_rows = [&](auto count) MEDUSA_INLINED {
     constexpr int kRows = decltype(count)::value;
-    const int64_t ahead = kRows * w_stride > kAhead ? kRows * w_stride : kAhead;
+    const int64_t ahead = ahead_of(kRows, w_stride);
     for (; row + kRows <= rows; row += kRows) {
       Row w[kRows];
       for (int r = 0; r < kRows; ++r) w[r] = at(row + r);

@@ -280,11 +280,11 @@ def test_set_reads_stored_weights_in_tree_verify(dtype: torch.dtype) -> None:
     for kind in ("int4", "zeros", "fp8"):
         weight, scale, zero, codes = stored.make(kind, (1500, 32), 16)
         weight, scale = ((weight.float() * 64).round().to(weight.dtype) if kind == "fp8" else weight), scale.round() + 2
-        found = tree_verify(
-            hidden, weight, candidates, want_stats=False, weight_scale=scale, weight_zero=zero, codes=codes
-        )[0]
+        options: dict[str, Any] = {"weight_scale": scale, "weight_zero": zero, "codes": codes}
         logits = hidden.double() @ stored.Stored(weight, scale, zero, codes).dequantised().T
-        assert torch.equal(found, logits.to(dtype).argmax(-1))
+        assert torch.equal(verify(hidden, weight, **options), logits.to(dtype).argmax(-1))
+        columns = weight.T.contiguous().T
+        assert torch.equal(tree_verify(hidden, columns, candidates, **options)[0], logits.to(dtype).argmax(-1))
 
 
 @pytest.mark.usefixtures("isa")
