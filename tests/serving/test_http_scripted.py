@@ -393,6 +393,17 @@ def test_an_engine_that_fails_says_nothing_of_itself(scripted, encoder):
         assert lines[-1] == "data: [DONE]"
 
 
+def test_lines_of_a_stream_are_whole_for_clients_that_divide_text_at_unicodes_line_ends(scripted, encoder):
+    text = "one\x85two\u2028three\u2029four"  # where httpx's iter_lines ends lines, too
+    with live(scripted(text), encoder) as server:
+        body = {"model": "demo", "messages": MESSAGES, "stream": True}
+        with httpx.stream("POST", server.url + CHAT, json=body) as response:
+            *lines, done = filter(None, response.iter_lines())
+    assert done == "data: [DONE]"
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines]
+    assert "".join(chunk["choices"][0]["delta"]["content"] for chunk in chunks) == text
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_that_takes_too_long_fails_and_ends(scripted, encoder, stream):
     engine = scripted("one two three", hold=True)

@@ -174,8 +174,8 @@ class CompletionForm(ChatForm):
 
 
 def event(body: dict[str, Any]) -> bytes:
-    """Return a line of a stream."""
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n".encode()
+    """Return a line of a stream, in ASCII: some clients end lines at other characters as well, such as U+2028."""
+    return f"data: {json.dumps(body)}\n\n".encode()
 
 
 DONE = b"data: [DONE]\n\n"
