@@ -461,3 +461,11 @@ def test_the_server_decides_what_requests_leave_open(scripted, encoder):
         {"do_sample": True, "temperature": 0.5, "top_p": 0.5, "max_new_tokens": 20},
         {"do_sample": None, "temperature": None, "top_p": None, "max_new_tokens": 20},
     ]
+
+
+def test_a_seed_of_minus_one_is_drawn(scripted, encoder):
+    engine = scripted("one")
+    with live(engine, encoder) as server:
+        for seed in (-1, -2):
+            ask(server, seed=seed, temperature=1)
+    assert [one["seed"] for one in engine.asked] == [None, -2]

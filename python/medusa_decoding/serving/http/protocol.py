@@ -38,7 +38,9 @@ _NEUTRAL: list[tuple[Any, tuple[str, ...]]] = [
         "prediction", "mirostat_tau", "mirostat_eta", "dynatemp_exponent", "smoothing_curve", "xtc_threshold",
         "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers",
     )),
-    ((-1,), ("max_tokens", "max_completion_tokens", "n_predict", "t_max_predict_ms", "repeat_last_n", "top_n_sigma")),
+    ((-1,), (
+        "max_tokens", "max_completion_tokens", "n_predict", "t_max_predict_ms", "repeat_last_n", "top_n_sigma", "seed",
+    )),
     ((0,), (
         "top_logprobs", "n_probs", "n_indent", "min_keep", "mirostat", "mirostat_mode", "dynatemp_range", "top_a",
         "smoothing_factor", "xtc_probability", "dry_multiplier", "penalty_alpha", "epsilon_cutoff", "eta_cutoff",
