@@ -204,6 +204,9 @@ def test_fields_that_change_nothing_are_accepted(server):
     assert decorated.get("choices") == plain["choices"], decorated
     cached = {"role": "user", "content": [{"type": "text", "text": QUESTION, "cache_control": {"type": "ephemeral"}}]}
     assert post(server, CHAT, messages=[cached], tool_choice="none", tools=[]).json()["choices"] == plain["choices"]
+    for kind in ("text", "message"):
+        typed = [{**message, "type": kind} for message in MESSAGES]
+        assert post(server, CHAT, messages=typed).json().get("choices") == plain["choices"]
     fields = {"n": 2, "best_of": 2, "logprobs": False, "add_special_tokens": True, "echo": False}
     assert post(server, TEXT, **fields).json()["choices"] == post(server, TEXT, n=2).json()["choices"]
 

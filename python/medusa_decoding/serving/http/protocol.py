@@ -193,6 +193,7 @@ class Message(Strict):
         **dict.fromkeys(
             ("annotations", "parsed", "provider_specific_fields", "reasoning_details", "thinking_blocks"), ANY
         ),
+        "type": ("text", "message"),  # of lm-evaluation-harness up to 0.4.11, and of the Responses API
     }
     meant = frozenset({"content"})
 
