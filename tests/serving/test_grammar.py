@@ -317,6 +317,18 @@ def test_a_tool_whose_schema_is_not_supported_is_named(grammars):
     assert grammars.calls([ADD, ToolSchema("second", unsupported, lenient=True)])
 
 
+def test_a_lenient_tool_ignores_patterns_that_are_not_supported(grammars, tokenizer):
+    decimal = {"anyOf": [{"type": "number"}, {"type": "string", "pattern": r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"}]}
+    code = {"type": "string", "pattern": "^[a-c]{2}$"}
+    schema = {"type": "object", "properties": {"pattern": decimal, "code": code}, "required": ["pattern", "code"]}
+    with pytest.raises(ValueError, match="look-around"):
+        grammars.calls([ToolSchema("pay", schema)])
+    make = grammars.calls([ToolSchema("pay", schema, lenient=True)], form=CallForm(False, "arguments"))
+    for value, obeyed in (("ab", True), ("xy", False)):
+        call = f'{{"name": "pay", "arguments": {{"pattern": "1.5", "code": "{value}"}}}}'
+        assert ends(make(), tokenizer, call) is obeyed
+
+
 A, B = ({"type": "object", "properties": {name: {"type": "integer"}}} for name in "ab")
 OPEN_A = {**A, "additionalProperties": True}
 

@@ -36,6 +36,8 @@ LIMITS = {"max_items_in_row": 8_000, "step_max_items": 20_000, "max_lexer_states
 """`LLParserLimits` of llguidance: they bound the time of a step, which all requests of a batch wait for."""
 WHITESPACE = r"[ \t\r\n]{1,50}"
 """White space between two parts of a JSON text. Bounded, as models that are unsure of a format repeat it endlessly."""
+UNSUPPORTED = re.compile(r"\(\?<?[=!>]|\\[bBZ1-9]")
+"""Parts of patterns that llguidance refuses: looking ahead or behind, word boundaries and references."""
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 """What Qwen's and Hermes' models write around a tool call."""
 
@@ -274,6 +276,7 @@ def _schema_text(schema: Any, lenient: bool = False, white: str = WHITESPACE) ->
     # This also replaces options of the client's.
     options = {"whitespace_pattern": white, "lenient": lenient}
     try:
+        schema = _without_patterns(schema) if lenient else schema
         text = json.dumps({**closed(schema), "x-guidance": options}, allow_nan=False)
     except RecursionError:
         raise ValueError(
@@ -284,6 +287,19 @@ def _schema_text(schema: Any, lenient: bool = False, white: str = WHITESPACE) ->
     if len(text) > MAX_SCHEMA:
         raise ValueError(f"json_schema: expected at most {MAX_SCHEMA:,} characters, got {len(text):,}")
     return text
+
+
+def _without_patterns(schema: Any) -> Any:
+    """Return a copy of a schema without the patterns that llguidance refuses even if it is lenient."""
+    if isinstance(schema, list):
+        return [_without_patterns(one) for one in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    return {
+        key: value if key in ("const", "enum") else _without_patterns(value)
+        for key, value in schema.items()
+        if not (key == "pattern" and isinstance(value, str) and UNSUPPORTED.search(value))
+    }
 
 
 def _tokens(ids: Sequence[int]) -> str:
