@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 
 import httpx
 import openai
@@ -277,6 +278,7 @@ def test_tool_calls_are_found(scripted, tool_template, text, content, calls, siz
     assert [json.loads(call.function.arguments) for call in pieces] == calls
     assert [call.index for call in pieces] == list(range(len(calls)))
     assert len({call.id for call in pieces}) == len(calls)
+    assert all(re.fullmatch("[a-zA-Z0-9]{9}", call.id) for call in [*found, *pieces])  # as Mistral's templates demand
     assert "".join(chunk.delta.content or "" for chunk in chunks) == (content or "")
 
 

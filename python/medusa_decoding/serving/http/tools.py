@@ -125,9 +125,9 @@ class Call:
     arguments: str
 
     def as_json(self) -> dict[str, Any]:
-        """Return the call in OpenAI's form, with a new id."""
+        """Return the call in OpenAI's form, with a new id: Mistral's templates take none but nine letters or digits."""
         function = {"name": self.name, "arguments": self.arguments}
-        return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+        return {"id": secrets.token_hex(5)[:9], "type": "function", "function": function}
 
 
 class ToolText:
