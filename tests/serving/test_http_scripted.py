@@ -329,6 +329,21 @@ def test_prompts_are_those_of_transformers_with_several_templates(scripted, toke
     assert engine.asked[0]["prompt"] == tokenizer(wanted, add_special_tokens=False)["input_ids"]
 
 
+def test_several_calls_are_told_one_by_one_if_the_template_takes_one_at_a_time(scripted, tokenizer, tmp_path):
+    once = "{%- for m in messages if m.tool_calls and m.tool_calls[1] %}{{ raise_exception('one') }}{%- endfor %}"
+    (tmp_path / "once.jinja").write_text(once + TEMPLATE)
+    engine = scripted(f"{LLAMA}; {LLAMA}")
+    with live(engine, ChatTemplate(tokenizer, str(tmp_path / "once.jinja"))) as server:
+        answer = ask(server, tools=TOOLS).choices[0].message
+        first, second = (call.id for call in answer.tool_calls)
+        results = [{"role": "tool", "tool_call_id": call, "content": call[::-1]} for call in (second, first)]
+        history = [*MESSAGES, answer.model_dump(), *results]
+        server.client.chat.completions.create(model="demo", messages=history, tools=TOOLS)
+    told = tokenizer.decode(engine.asked[-1]["prompt"]).partition("<|user|>hello<|end|>")[2]
+    call = "<|assistant|>add a=1 b=2<|end|><|user|>Result of "
+    assert told == "".join(f"{call}{one}: {one[::-1]}<|end|>" for one in (first, second)) + "<|assistant|>"
+
+
 def test_a_template_without_tools_gets_them_as_text(scripted, tokenizer):
     """A system message has the tools, or the first message if there may be no system message."""
     own, engine = copy.deepcopy(tokenizer), scripted(LLAMA)

@@ -22,7 +22,7 @@ from medusa_decoding.serving.http.protocol import (
     TokenizeRequest,
 )
 from medusa_decoding.serving.http.settings import CHOICES, Settings
-from medusa_decoding.serving.http.tools import Offer, ToolText, call_form, described, offered
+from medusa_decoding.serving.http.tools import Offer, ToolText, call_form, described, offered, one_by_one
 from medusa_decoding.serving.penalties import penalty_processors
 from medusa_decoding.serving.rows import own_stop_strings
 from medusa_decoding.trees.tree import Tree
@@ -230,6 +230,8 @@ class Planner:
             message = "messages: expected a model with a chat template, got one without (medusa serve --template names "
             raise ApiError(message + "one; /v1/completions needs none)", param="messages")
         ways: list[Callable[..., Any]] = [lambda messages, tools: (messages, tools or None)]
+        if any(len(message.get("tool_calls", ())) > 1 for message in messages):
+            ways.append(one_by_one)
         if (tools or _about_tools(messages)) and "tool" not in str(template.tool_text):
             ways += [functools.partial(described, role=role) for role in ("system", "user")]
         refused = None

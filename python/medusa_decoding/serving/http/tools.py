@@ -5,6 +5,7 @@ Calls are `<tool_call>{json}</tool_call>` (Qwen, Hermes) or bare JSON (Llama 3).
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import secrets
@@ -115,6 +116,31 @@ def described(
             first = next((message for message in told if message["role"] == role), told[0])
             first["content"] = f"{guide}\n\n{first['content']}"
     return told, None
+
+
+def one_by_one(
+    messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], Sequence[dict[str, Any]] | None]:
+    """Return messages in which each call has a message of its own, followed by its results.
+
+    Templates such as Llama 3.1's refuse messages with several calls, which their models write all the same.
+    """
+    told, rest = list[dict[str, Any]](), list(messages)
+    while rest:
+        message = rest.pop(0)
+        calls = message.get("tool_calls", ())
+        if len(calls) < 2:
+            told.append(message)
+            continue
+        results = list(itertools.takewhile(lambda later: later["role"] == "tool", rest))
+        del rest[: len(results)]
+        for call in calls:
+            told.append({**message, "tool_calls": [call]})
+            message = {"role": message["role"], "content": ""}
+            told += [result for result in results if result.get("tool_call_id") == call["id"]]
+        ids = {call["id"] for call in calls}
+        told += [result for result in results if result.get("tool_call_id") not in ids]
+    return told, tools or None
 
 
 @dataclass(frozen=True)
