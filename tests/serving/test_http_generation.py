@@ -123,6 +123,7 @@ def test_top_p_alone_samples_and_temperature_0_does_not(server, written):
     assert sampled != greedy
     assert ask(server, UNKNOWN, top_p=0.95, seed=3).choices[0].message.content == sampled
     assert ask(server, UNKNOWN, top_p=0.95, temperature=0, seed=3).choices[0].message.content == greedy
+    assert ask(server, UNKNOWN, top_p=0, temperature=1, seed=3).choices[0].message.content == greedy
 
 
 @pytest.mark.parametrize("tree", ["plain", "auto", [[0], [1], [0, 0], [0, 0, 0]]])

@@ -289,6 +289,8 @@ class Planner:
             raise ApiError(f"{name} needs acceptance: 'typical'", param=name)
         if temperature == 0 and narrow and body.temperature is None:
             temperature = 1.0
+        if body.top_p == 0:  # the least nucleus: the most likely token
+            temperature = 0.0
         # With a temperature of 0 every nucleus keeps the most likely token, which greedy decoding takes.
         return settings | ({"do_sample": True, "temperature": temperature, **given} if temperature else {})
 

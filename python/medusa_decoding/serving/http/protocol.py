@@ -124,7 +124,7 @@ class GenerationRequest(Strict):
         description="Above 0: sample; 0: greedy. Default: the server's (`medusa serve --temperature`), which is greedy "
         "unless the server was started otherwise; 1 if top_p, top_k or min_p leaves out tokens and the server's is 0.",
     )
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1, lt=2**31)] | None = Field(None, description="Extra field; 0 or -1 for all.")
     min_p: Annotated[float, Field(ge=0, le=1)] | None = Field(None, description="Extra field.")
     repetition_penalty: Annotated[float, Field(gt=0, le=100)] | None = Field(None, description="Extra field.")
