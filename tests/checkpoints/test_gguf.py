@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.checkpoints import pretrained, write_heads
@@ -36,7 +39,7 @@ def permuted(weight: Any, heads: int) -> Any:
     return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
-def write(file: Path, **sizes: int) -> Path:
+def write(file: Path, rope: Mapping[str, Any] | None = None, **sizes: int) -> Path:
     """Write the demo's base model as a GGUF file in float32, with its tokenizer and chat template."""
     base = AutoModelForCausalLM.from_pretrained(CHECKPOINT / "base", dtype=torch.float32)
     config, tokenizer = base.config, json.loads((CHECKPOINT / "base" / "tokenizer.json").read_text())
@@ -57,6 +60,14 @@ def write(file: Path, **sizes: int) -> Path:
     writer.add_token_list(sorted(vocabulary, key=vocabulary.__getitem__))
     writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
     writer.add_chat_template("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    rope = rope or {}
+    if "factor" in rope and rope["rope_type"] != "llama3":
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope.get("rope_type") == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if rope.get("rope_type") == "llama3":
+        writer.add_tensor("rope_freqs.weight", divisors(config, rope))
     for name, tensor in base.state_dict().items():
         weight, new = tensor.numpy(), NAMES.get(name)
         if new is None:
@@ -71,6 +82,14 @@ def write(file: Path, **sizes: int) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return file
+
+
+def divisors(config: Any, rope: Mapping[str, Any]) -> Any:
+    """Return what llama.cpp stores of scaled rotary embeddings: unscaled frequencies over those of transformers."""
+    scaled = copy.deepcopy(config)
+    scaled.rope_parameters = config.rope_parameters | rope
+    plain, divided = (LlamaRotaryEmbedding(one).inv_freq for one in (config, scaled))
+    return (plain / divided).numpy()
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +142,30 @@ def test_a_loaded_model_can_be_saved(file: Path, wanted: torch.Tensor, tmp_path:
     pretrained.load_model(file, dtype=torch.float32).save_pretrained(tmp_path)
     with MedusaModel.from_pretrained(tmp_path) as model:
         assert model.generate(IDS, max_new_tokens=16).sequences.equal(wanted)
+
+
+LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+SCALED = [
+    {"rope_type": "llama3", "factor": 32.0, **LLAMA3},
+    {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128},
+    {"rope_type": "linear", "factor": 2.0},
+]
+
+
+@pytest.mark.parametrize("rope", SCALED, ids=lambda rope: rope["rope_type"])
+def test_scaled_rotary_embeddings_are_read(tmp_path: Path, rope: dict[str, Any]) -> None:
+    loaded = pretrained.load_model(write(tmp_path / "model.gguf", rope), dtype=torch.float32)
+    original = AutoModelForCausalLM.from_pretrained(CHECKPOINT / "base", dtype=torch.float32)
+    original.config.rope_parameters |= rope
+    original.model.rotary_emb = LlamaRotaryEmbedding(original.config)
+    torch.testing.assert_close(loaded(IDS).logits, original(IDS).logits)
+    torch.testing.assert_close(loaded.model.rotary_emb.inv_freq, original.model.rotary_emb.inv_freq, rtol=1e-5, atol=0)
+
+
+def test_another_scaling_of_frequencies_is_refused(tmp_path: Path) -> None:
+    other = {**SCALED[0], "original_max_position_embeddings": 1024}
+    with pytest.raises(ValueError, match=r"rope_freqs\.weight: expected the scaling of Llama 3\.1 to 3\.3"):
+        pretrained.load_model(write(tmp_path / "model.gguf", other))
 
 
 @pytest.mark.parametrize("sizes", [{"hidden": 2**17}, {"layers": 2**30}])

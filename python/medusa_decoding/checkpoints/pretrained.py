@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import importlib
 import logging
 import os
 from collections.abc import Container, Iterator, Mapping
@@ -87,7 +88,39 @@ def read_file(name: str | Path, *, argument: str = "base_model", **hub: Any) -> 
 @functools.lru_cache(maxsize=4)
 def _gguf_config(file: Path, changed: int) -> dict[str, Any]:
     """Read a config from a GGUF file, which takes seconds."""
-    return PretrainedConfig.get_config_dict(file.parent, gguf_file=file.name)[0]
+    raw: dict[str, Any] = PretrainedConfig.get_config_dict(file.parent, gguf_file=file.name)[0]
+    return raw | _gguf_rope(file, raw.get("rope_theta", 10_000.0))
+
+
+def _gguf_rope(file: Path, theta: float) -> dict[str, Any]:
+    """Return the `rope_parameters` of a GGUF file with scaled rotary embeddings, which transformers leaves out.
+
+    llama.cpp stores Llama 3's as what each frequency is divided by.
+    """
+    reader = importlib.import_module("gguf").GGUFReader(file)
+    held = {
+        name.partition(".rope.scaling.")[2]: field.parts[field.data[0]]
+        for name, field in reader.fields.items()
+        if ".rope.scaling." in name
+    }
+    kind = bytes(held.get("type", b"none")).decode()
+    divisors = next((torch.tensor(one.data) for one in reader.tensors if one.name == "rope_freqs.weight"), None)
+    scaling: dict[str, Any] = {"rope_type": kind, "rope_theta": theta}
+    if divisors is not None:
+        factor = float(divisors.max())
+        wavelengths = 2 * torch.pi * theta ** (torch.arange(len(divisors)) / len(divisors))
+        smooth = ((8192 / wavelengths - 1) / 3).clamp(0, 1)
+        if not torch.allclose(divisors, 1 / ((1 - smooth) / factor + smooth), rtol=1e-3):
+            raise ValueError("rope_freqs.weight: expected the scaling of Llama 3.1 to 3.3, got another")
+        found = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+        return {"rope_parameters": scaling | found | {"rope_type": "llama3", "factor": factor}}
+    if kind == "none":
+        return {}
+    if kind not in ("linear", "yarn"):
+        raise ValueError(f"rope.scaling.type: expected linear or yarn, got {kind!r}")
+    if kind == "yarn":
+        scaling["original_max_position_embeddings"] = int(held["original_context_length"][0])
+    return {"rope_parameters": scaling | {"factor": float(held["factor"][0])}}
 
 
 def read_config(
