@@ -298,14 +298,15 @@ def test_text_that_is_not_read_is_counted_by_its_key(tmp_path, caplog):
         {"prompt": "Hi", "context": "A tale.", "chosen": MESSAGES["messages"]},
         MESSAGES | {"weight": 0, "loss": 1},
         {"text": "Once.", "train": False},
+        {"tools": [TOOL], "messages": [{**turn, "thinking": "Hm.", "id": "a"} for turn in MESSAGES["messages"]]},
     )
     report = Report()
-    assert len(read(path, report)) == 8
-    notes = {"persona": 2, "system": 1, "context": 2, "prompt": 1, "weight": 1, "train": 1}
+    assert len(read(path, report)) == 9
+    notes = {"persona": 2, "system": 1, "context": 2, "prompt": 1, "weight": 1, "train": 1, "messages[].thinking": 1}
     assert dict(report.notes) == {f"{key!r} is not read": count for key, count in notes.items()}
     assert "\n  noted: 2 x 'persona' is not read\n" in str(report)
     read_prompts([path])
-    assert "in 2 of 8 prompts 'persona' is not read" in caplog.text
+    assert "in 2 of 9 prompts 'persona' is not read" in caplog.text
 
 
 @pytest.mark.parametrize(("key", "off", "on"), [("weight", 0, 1), ("train", False, True), ("loss", False, None)])

@@ -10,7 +10,7 @@ from toy import CHATML, INST, SPACED, THINKING, chat, marked, unmarked
 from medusa_decoding.chat.template import ChatTemplate, prompt_encoder
 from medusa_decoding.training.config import GenerationConfig
 from medusa_decoding.training.data.encoding import ChatEncoder, encode_records
-from medusa_decoding.training.data.records import BadRecordError, Record, Report
+from medusa_decoding.training.data.records import BadRecordError, Record, Report, parse_record
 from medusa_decoding.training.distill.seeds import Seed
 
 SINGLE = chat("How are you?", "I am fine, thank you.")
@@ -79,6 +79,17 @@ def test_answers_of_weight_0_are_in_the_text_and_not_learnt(way, turns):
     (last,) = encoder.encode(record(kept))
     assert [tokenizer.decode(run) for run in runs(last)] == ["thank you.<|im_end|>"]
     assert last.ids.tolist() == plain
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning"])
+def test_the_reasoning_of_an_answer_is_learnt(key):
+    template = CHATML.replace("GENERATION{{- ", "GENERATION{{- '<think>' + message.reasoning_content + '</think>' + ")
+    tokenizer = toy.tokenizer("bytes", marked(template), eos_token="<|im_end|>")
+    (question, answer) = SINGLE
+    given = parse_record({"messages": [question, answer | {key: "How am I?"}]}, "a:1")
+    (example,) = ChatEncoder(tokenizer).encode(given)
+    (learnt,) = runs(example)
+    assert toy.spelt(tokenizer, learnt) == "<think>How am I?</think>I am fine, thank you.<|im_end|>"
 
 
 def test_tools_and_calls_are_in_the_text_or_it_is_said(caplog):

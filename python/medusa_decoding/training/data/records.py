@@ -24,7 +24,7 @@ import numpy as np
 from medusa_decoding.chat.template import Message
 from medusa_decoding.training.config import SourceConfig
 from medusa_decoding.training.data.sources import BadRecordError, raw_records
-from medusa_decoding.training.data.turns import WEIGHTS, parse_turns, text_of, tool_definitions
+from medusa_decoding.training.data.turns import READ, WEIGHTS, parse_turns, text_of, tool_definitions
 
 KINDS = {
     "turns": "turns", "conversations": "sharegpt", "conversation": "sharegpt", "messages": "messages",
@@ -328,8 +328,13 @@ def _unread(raw: Mapping[Any, Any], read: set[str]) -> tuple[str, ...]:
     if raw.get("input_ids") is not None:
         return ()
     found = [str(key) for key, value in raw.items() if key not in read and _is_text(value)]
+    for name in sorted(read.difference(TOOLS)):
+        value = raw.get(name)
+        turns = [turn for turn in value if isinstance(turn, Mapping)] if isinstance(value, list) else []
+        texts = {str(key): None for turn in turns for key, value in turn.items() if key not in READ and _is_text(value)}
+        found += [f"{name}[].{key}" for key in texts]
     return (
-        *(key for key in found if not _NO_PROMPT.fullmatch(key)),
+        *(key for key in found if not _NO_PROMPT.fullmatch(key.rpartition("].")[2])),
         *(key for key in WEIGHTS if raw.get(key) == 0),  # of turns they are read
     )
 

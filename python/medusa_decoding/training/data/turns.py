@@ -31,6 +31,12 @@ WEIGHTS = ("weight", "train", "training", "loss", "output_with_loss")
 """Keys that say whether an answer is learnt: OpenAI's, axolotl's, ms-swift's and XTuner's."""
 _CONTENTS = ("content", "value", "text")
 _PARTS = ("text", "input_text", "output_text")
+_REASONING = ("reasoning_content", "reasoning")
+READ = frozenset(
+    ["role", "from", "name", "tool_call_id", "tool_calls", "function_call", *WEIGHTS, *_CONTENTS, *_REASONING]
+    + [key for keys in _PAIRS.values() for key in keys]
+)
+"""Keys of turns that are read."""
 
 
 def parse_turns(turns: Any, name: str, may_be_empty: bool = False) -> list[Message]:
@@ -115,6 +121,9 @@ def _message(turn: Mapping[str, Any], number: int, key: str, weight: int | None,
     for field in ("name", "tool_call_id"):
         if turn.get(field) not in (None, ""):
             message[field] = text_of(turn[field], f"the {field} of turn {number}")
+    reasoning = next((turn[field] for field in _REASONING if turn.get(field)), None)
+    if role == "assistant" and reasoning is not None:
+        message["reasoning_content"] = text_of(reasoning, f"the reasoning of turn {number}", True)
     return _weighted(message, weight)
 
 
