@@ -692,6 +692,16 @@ def test_a_quantised_model_is_not_sharded(shop, tmp_path):
     preflight.check(workshop.config(tmp_path / "run", *shop), divided)
 
 
+def test_heads_that_are_too_large_for_the_optimiser_are_refused_before_data_is_read(shop, tmp_path):
+    base = workshop.make_base(tmp_path / "base")
+    settings = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps(settings | {"vocab_size": 128256, "hidden_size": 4096}))
+    rates = {"optimizer": "adamw_8bit", "batch_size": 4}
+    asked = workshop.config(tmp_path / "run", base, tmp_path / "none.jsonl", heads={"num_heads": 5}, optimisation=rates)
+    with pytest.raises(ValueError, match=r"expected adamw for weights of \[5, 128256, 4096\].*, got adamw_8bit"):
+        train(asked)
+
+
 # Started by torchrun and by accelerate, each process in a working folder of its own, as on nodes without a shared disk.
 
 

@@ -12,12 +12,13 @@ from medusa_decoding.checks import import_library
 from medusa_decoding.files import only_writer
 from medusa_decoding.training import config_schema
 from medusa_decoding.training.config import Config
-from medusa_decoding.training.loop import card
+from medusa_decoding.training.loop import card, estimate
 from medusa_decoding.training.loop.backbone import NAME, check_adaptable
 from medusa_decoding.training.loop.heads import given_heads
 from medusa_decoding.training.loop.log import check_trackers
 from medusa_decoding.training.loop.processes import Processes
 from medusa_decoding.training.loop.saving import STATE, Checkpoints, damaged, read_state
+from medusa_decoding.training.loop.schedules import make_optimiser, parameter_groups
 
 _CHANGEABLE = [
     *("optimisation.sharding", "optimisation.micro_batch_size", "data.cache_hidden"),
@@ -71,6 +72,8 @@ def check(config: Config, processes: Processes, resume: bool = False) -> Path | 
         raise ValueError(f"heads.token_map_size: expected at most the {vocabulary} tokens there are, got {trimmed}")
     if config.heads.initial is not None:
         given_heads(config, int(model.hidden_size), vocabulary)
+    heads = estimate.meta_heads(config, int(model.hidden_size), vocabulary)
+    make_optimiser(parameter_groups(heads, config=config), config)  # heads may be too large for it
     if processes.sharded:
         for broken, expected in (
             (config.data.cache_hidden is not None, "data.cache_hidden: expected null"),
