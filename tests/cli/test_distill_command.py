@@ -93,6 +93,17 @@ def test_the_model_s_own_answers_are_written(capsys, place, heads):
         assert out["generation"]["tokens_per_step"] == 1.0
 
 
+@pytest.mark.parametrize("content", [b"", b'{"prompt": "how are you"}\n', None], ids=["empty", "no answer", "no file"])
+def test_held_out_data_that_training_cannot_read_is_refused_first(capsys, place, trained, tmp_path, content):
+    file = tmp_path / "held-out.jsonl"
+    if content is not None:
+        file.write_bytes(content)
+    assert place.run(data={"held_out": [{"path": str(file)}], "held_out_share": None}) == 2
+    words = {b"": "there is no record", None: f"got {file} (there is no such file)"}
+    assert words.get(content, "data.held_out: expected records with answers, got 1 prompts") in capsys.readouterr().err
+    assert not place.file.exists()
+
+
 def test_ctrl_c_keeps_the_records_and_resume_continues(capsys, place, trained, monkeypatch):
     following = distill.Answers.next
 

@@ -55,6 +55,7 @@ def _run(args: argparse.Namespace, config: Config, processes: Processes) -> int:
     if figures is None:
         if not args.only_data:
             check(on_own_data(config, file), processes, args.resume)
+            _check_held_out(config)
         figures = _generate(args, config, file, asked, shards)
     elif not args.json and shards.rank == 0:
         print(f"{figures['records']} records are in {file}, all that were asked for", file=sys.stderr)
@@ -101,6 +102,22 @@ def _check_trainable(config: Config, resume: bool) -> None:
     heads = Path(config.output.folder) / "heads"
     if heads.exists() and not resume:
         raise ValueError(f"output.folder: expected one without trained heads, or --only-data, got {heads}")
+
+
+def _check_held_out(config: Config) -> None:
+    """Raise `ValueError` if training, after all answers are written, could not read `data.held_out`."""
+    from medusa_decoding.training.data.records import NO_ANSWER, Report, read_records
+
+    data, found = config.data, Report()
+    for _ in read_records(data.held_out, found, system=data.system):
+        pass
+    if found.bad[NO_ANSWER] > data.max_bad_share * found.read:
+        raise ValueError(
+            f"data.held_out: expected records with answers, got {found.bad[NO_ANSWER]} prompts alone (the model "
+            "answers data.train only; without data.held_out, a share of these answers is held out)"
+        )
+    if data.held_out:
+        found.check(data.max_bad_share)
 
 
 def _asked(config: Config) -> dict[str, Any]:
