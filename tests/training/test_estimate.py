@@ -117,6 +117,10 @@ def test_the_time_of_a_run_counts_passes_updates_and_measurements(tmp_path):
     # 12 rows in 2 epochs are 6 steps of 4 rows, each of two micro-batches of 2; 4 held-out rows after each epoch.
     steps, measured = 6 * (2 * (3 + 1) + 0.5), 2 * 2 * (3 + 1 / 3)
     assert pace.seconds(config(), 12, 4) == pytest.approx(steps + measured)
+    often = workshop.config(tmp_path, "base", "data", output={"evaluate_steps": 1})
+    assert pace.seconds(often, 12, 4) == pytest.approx(steps + 3 * measured)
+    most = workshop.config(tmp_path, "base", "data", optimisation={"epochs": 9.0, "max_steps": 6})
+    assert pace.seconds(most, 12, 4) == pytest.approx(steps + measured)
     # Cached states save the backbone's passes of the second epoch.
     assert pace.seconds(config(cache_hidden="c"), 12, 4) == pytest.approx(steps + measured - 3 * 2 * 3)
     # States saved with the answers save those of the first epoch as well.

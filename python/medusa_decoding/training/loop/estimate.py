@@ -240,7 +240,7 @@ class Pace:
             read = 1.0 if config.data.cache_hidden is None else 0.0 if saved else min(1.0, epochs) / epochs
             total += passes * (pace.backbone * read + pace.heads) + stage.steps * pace.update
             # Measuring has no gradients, of about two thirds of the work.
-            measured = max(1, round(epochs)) if rates.max_steps is None else 1
+            measured = math.ceil(stage.steps / (config.output.evaluate_steps or math.ceil(rows / rates.batch_size)))
             total += measured * held_out / micro * (pace.backbone + pace.heads / 3)
         return total
 
