@@ -102,6 +102,12 @@ def test_heads_that_are_trained_already_need_no_first_stage():
     assert of("medusa-2", heads={"initial": "heads"}).optimisation.heads_first_epochs == 0
 
 
+def test_folders_may_begin_with_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    config = of("medusa-1", output={"folder": "~/run"}, data={"train": [{"path": "d"}], "cache_hidden": "~/states"})
+    assert (config.output.folder, config.data.cache_hidden) == ("/home/me/run", "/home/me/states")
+
+
 def test_yaml_round_trip(tmp_path):
     config = of(
         "medusa-2",

@@ -8,6 +8,7 @@ defaults (`PRESETS`). This module knows no training libraries.
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -115,6 +116,10 @@ class DataConfig:
     max_bad_share: float = setting(0.01, "largest share of unreadable records that is not an error", OURS, **SHARE)
     cache_hidden: str | None = setting(None, "folder that stores hidden states for later epochs", OURS, **WORDS)
 
+    def __post_init__(self) -> None:
+        if self.cache_hidden is not None:
+            object.__setattr__(self, "cache_hidden", os.path.expanduser(self.cache_hidden))
+
 
 @dataclass(frozen=True, config=STRICT)
 class LoraConfig:
@@ -216,6 +221,9 @@ class OutputConfig:
         None, "repository, OWNER/NAME, that the heads are uploaded to after the run, with their card", OURS, **WORDS
     )
     push_private: bool = setting(True, "create it as a private one, and upload to no public one", OURS)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "folder", os.path.expanduser(self.folder))
 
 
 @dataclass(frozen=True, config=STRICT)

@@ -236,7 +236,7 @@ class Pace:
             pace = self if self.first is None or stage.trains_backbone else self.first
             epochs = stage.steps * rates.batch_size / rows
             passes = stage.steps * (rates.batch_size / micro if processes == 1 else math.ceil(rates.batch_size / micro))
-            saved = all(companion(Path(source.path), STATES).is_file() for source in config.data.train)
+            saved = all(companion(Path(source.path).expanduser(), STATES).is_file() for source in config.data.train)
             read = 1.0 if config.data.cache_hidden is None else 0.0 if saved else min(1.0, epochs) / epochs
             total += passes * (pace.backbone * read + pace.heads) + stage.steps * pace.update
             # Measuring has no gradients, of about two thirds of the work.

@@ -197,7 +197,7 @@ def _states(config: Config, backbone: TrainingBackbone, rows: Rows, processes: P
     cache = StateCache(folder, key, shape, DTYPES[model.dtype], processes)
 
     def fill() -> None:
-        paths = [Path(source.path) for source in config.data.train]
+        paths = [Path(source.path).expanduser() for source in config.data.train]
         known = [companion(path, STATES) for path in paths if saved_states(path, facts["weights"])]
         if known:
             cache.fill(rows.train, [AnswerStates(file, shape[2], DTYPES[model.dtype]) for file in known])
