@@ -532,6 +532,10 @@ def test_a_full_disk_names_the_last_good_checkpoint_and_leaves_it(shop, tmp_path
 
 
 def test_only_the_last_checkpoints_are_kept(shop, tmp_path):
+    # A run that was killed while it wrote, replaced and removed checkpoints left their parts.
+    for left in (".step-000001.ab.tmp", ".step-000001.ab.old", "step-000001"):
+        (tmp_path / "run" / "checkpoints" / left).mkdir(parents=True)
+        (tmp_path / "run" / "checkpoints" / left / "weights.pt").touch()
     train(workshop.config(tmp_path / "run", *shop, output={"keep_checkpoints": 2}))
     steps = max(line["step"] for line in curve(tmp_path / "run"))
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())

@@ -14,6 +14,7 @@ import torch
 from medusa_decoding.files import read_json_object, whole_folder, write_json
 
 _NAME = re.compile(r"step-(\d{6,})")
+_LEFT = re.compile(r"step-\d{6,}|\.step-.*\.(tmp|old)")
 WEIGHTS, OPTIMISER, STATE = "weights.pt", "optimiser.pt", "state.json"
 BEST = "best-0.pt"  # as earlier versions named it
 
@@ -53,8 +54,9 @@ class Checkpoints:
             OSError: it could not be written (a full disk, say). Earlier checkpoints stay, and the newest is named.
         """
         with self._named_errors():
-            for left in self.folder.glob(".step-*.tmp"):
-                shutil.rmtree(left)  # of a run that was killed
+            for left in {*self.folder.glob("*step-*")} - {*self.all()}:
+                if _LEFT.fullmatch(left.name):  # of a run that was killed
+                    shutil.rmtree(left)
             with whole_folder(self.folder / f"step-{step:06d}", replace=True) as staging:
                 if best is not None:
                     torch.save(dict(best), staging / BEST)
