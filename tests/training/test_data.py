@@ -50,6 +50,8 @@ def test_folders_and_text_files_are_read(tmp_path):
     (tmp_path / "b" / "two.txt").write_text("Second\nfile.")
     (tmp_path / "c.txt.gz").write_bytes(gzip.compress("\ufeffThird.".encode()))
     (tmp_path / "notes.md").write_text("not data")
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    (tmp_path / ".ipynb_checkpoints" / "c-checkpoint.txt").write_text("Third.")
     write_lines(tmp_path / "a.jsonl", MESSAGES)
     assert [record.text for record in read(tmp_path)] == [None, "Second\nfile.", "Third."]
     (tmp_path / "empty").mkdir()

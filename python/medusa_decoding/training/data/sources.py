@@ -43,6 +43,8 @@ def raw_records(source: SourceConfig, partly: bool = False) -> Iterator[tuple[st
         yield from _read_file(path)
     elif path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.is_file() and file.name.endswith(SUFFIXES))
+        # Hidden ones are copies that editors keep (.ipynb_checkpoints).
+        files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
         if not files:
             raise ValueError(f"data: {path} has no files that end in {', '.join(SUFFIXES)}")
         for file in files:
