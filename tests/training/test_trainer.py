@@ -27,10 +27,11 @@ from medusa_decoding.training.data.encoding import ChatEncoder, encode_records
 from medusa_decoding.training.data.records import Report, read_records
 from medusa_decoding.training.loop import preflight, run, saving, trainer
 from medusa_decoding.training.loop.accuracy import HeadAccuracy
-from medusa_decoding.training.loop.backbone import TrainingBackbone
+from medusa_decoding.training.loop.backbone import TrainingBackbone, load_tokenizer
 from medusa_decoding.training.loop.heads import make_heads
 from medusa_decoding.training.loop.objective import Objective, count_targets
 from medusa_decoding.training.loop.processes import Processes
+from medusa_decoding.training.loop.rows import load_rows
 from medusa_decoding.training.loop.run import train
 
 METHODS = ("medusa-1", "medusa-2", "self-distillation")
@@ -541,6 +542,14 @@ def test_only_the_last_checkpoints_are_kept(shop, tmp_path):
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     last = [step for step in range(1, steps + 1) if step % 2 == 0 or step == steps][-2:]
     assert names == [f"step-{step:06d}" for step in last]
+
+
+def test_records_that_are_left_out_are_not_counted(shop, tmp_path):
+    config = workshop.config(tmp_path / "run", *shop, data={"length": 20, "overlong": "drop"})
+    rows = load_rows(config, load_tokenizer(config.model))
+    kept = sum(length <= 20 for length in rows.lengths)
+    assert 0 < kept < len(rows.lengths)
+    assert sum(rows.records) == kept
 
 
 def test_a_folder_that_holds_a_run_is_not_overwritten(shop, tmp_path, finished):

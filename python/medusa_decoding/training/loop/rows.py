@@ -19,9 +19,9 @@ from medusa_decoding.training.data import records as data
 class Rows:
     """The data of a run: packed rows to train on and to measure on, and the reports of reading them.
 
-    `held_out_report` is None without `data.held_out`. `records` are the numbers of training and of held-out records.
-    `frequencies` says how often each token is learnt in the training data, `held_out_frequencies` the same of held-out
-    data. `lengths` are the numbers of tokens of all examples before any is cut.
+    `held_out_report` is None without `data.held_out`. `records` are the numbers of training and of held-out records
+    that are in the rows. `frequencies` says how often each token is learnt in the training data, `held_out_frequencies`
+    the same of held-out data. `lengths` are the numbers of tokens of all examples before any is cut.
     """
 
     train: packing.PackedDataset
@@ -87,14 +87,20 @@ def load_rows(config: Config, tokenizer: Any, vocab_size: int | None = None, par
 
     lengths: list[int] = []
 
-    def encode(part: Sequence[data.Record], report: data.Report) -> list[encoding.Example]:
-        encoded = list(encoding.encode_records(part, encoder, report))
-        lengths.extend(len(example.ids) for example in encoded)
-        return list(packing.fit(encoded, settings.length, report, settings.overlong))
+    def encode(part: Sequence[data.Record], report: data.Report) -> tuple[list[encoding.Example], int]:
+        found, used = [], 0
+        for record in part:
+            encoded = list(encoding.encode_records([record], encoder, report))
+            lengths.extend(len(example.ids) for example in encoded)
+            pieces = list(packing.fit(encoded, settings.length, report, settings.overlong))
+            found += pieces
+            used += bool(pieces)
+        return found, used
 
     if encoder.bare and (conversations := sum(record.text is None for record in records)):
         report.notes["prompt and answer as bare text, because the tokenizer has no chat template"] += conversations
-    examples, held_out_examples = encode(records, report), encode(held_out, held_out_report or report)
+    examples, trained_on = encode(records, report)
+    held_out_examples, measured_on = encode(held_out, held_out_report or report)
     largest = max((int(example.ids.max()) for example in [*examples, *held_out_examples]), default=0)
     if vocab_size is not None and largest >= vocab_size:
         raise ValueError(f"data: expected token ids below the model's {vocab_size}, got {largest} from its tokenizer")
@@ -113,4 +119,4 @@ def load_rows(config: Config, tokenizer: Any, vocab_size: int | None = None, par
     for group, frequencies in zip((examples, held_out_examples), counts, strict=True):
         for example in group:
             frequencies.update(example.ids[example.learnt].tolist())
-    return Rows(train, measured, report, held_out_report, (len(records), len(held_out)), *counts, tuple(lengths))
+    return Rows(train, measured, report, held_out_report, (trained_on, measured_on), *counts, tuple(lengths))
