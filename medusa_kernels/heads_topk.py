@@ -117,6 +117,8 @@ def heads_topk(
         ids = "V" if token_map is not None and not gather else w2.shape[-2]
         _checks.typed("noise", noise, (hidden.shape[0], "R", ids), torch.float32, "hidden", hidden)
         _checks.require(noise.shape[1] >= heads, "noise", f"a row for each of {heads} heads", noise.shape[1])
+    if hidden.shape[0] == 0:
+        return _outputs(SimpleNamespace(hidden=hidden, w1=w1, k=k))
     return torch.ops.medusa_kernels.heads_topk.default(
         hidden, w1, b1, w2, k,
         w2_scale=w2_scale, token_map=token_map, gather=gather, root=root, w_root=w_root, temperature=temperature,

@@ -118,6 +118,8 @@ def _sliced(
     lens = cache_lens.tolist()
     _checks.rows_fit(lens, nodes, k_cache.shape[2])
     places = _checks.slots_fit(slots, len(k_cache)) or range(len(lens))
+    if not q.numel() and not k.numel():
+        return q.new_empty(q.shape)
     cos, sin = _factors(cos, sin, lens, cache_lens, depths)
     rotated = _rotated(k, cos, sin)
     if k_cache.dtype == torch.int8:

@@ -90,7 +90,9 @@ def _sdpa(
     lens = cache_lens.tolist()
     _checks.rows_fit(lens, nodes, k_cache.shape[2])
     places = _checks.slots_fit(slots, len(k_cache))
-    longest = max(lens, default=0)
+    if not q.numel():
+        return q.new_empty(q.shape)
+    longest = max(lens)
     if softcap is not None:
         keys, values = (cache[:, :, : longest + nodes] for cache in (k_cache, v_cache))
         options = {"scale": scale, "window": window, "softcap": softcap, "slots": slots}

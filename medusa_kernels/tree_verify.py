@@ -92,6 +92,8 @@ def tree_verify(
         shape = (nodes,) if noise_rows.dim() == 1 else (batch, nodes)
         _checks.typed("noise_rows", noise_rows, shape, torch.int32, "hidden", hidden)
     _checks.require(noise is not None or temperature == 0, "noise", "Gumbel noise at a temperature above 0", None)
+    if candidates.numel() == 0:
+        return _outputs(SimpleNamespace(hidden=hidden, candidates=candidates, want_stats=want_stats))
     return torch.ops.medusa_kernels.tree_verify.default(
         hidden,
         weight,

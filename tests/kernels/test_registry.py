@@ -86,6 +86,20 @@ def test_every_op_is_right_on_every_gpu() -> None:
     assert len(results) == torch.cuda.device_count() * len(OPS)
 
 
+def test_an_empty_batch_gives_empty_results(device: str) -> None:
+    lens, depths = (torch.zeros(n, dtype=torch.int32, device=device) for n in (0, 3))
+    q, table, cache = (torch.zeros(*n, 8, device=device) for n in ((0, 3, 2), (0, 9), (4, 2, 9)))
+    hidden, w1, words = q.flatten(2), torch.zeros(2, 16, 16, device=device), depths.long()[:, None] + 1
+    weight = torch.zeros(20, 16, device=device)
+    results = (
+        mk.tree_attention(q, cache, cache, lens, words, slots=lens),
+        mk.rope_append(q, q, q, table, table, cache, cache, lens, depths, slots=lens),
+        *mk.tree_verify(hidden, weight, hidden[..., 0].long(), depths),
+        *mk.heads_topk(hidden[:, 0], w1, None, weight, 5),
+    )
+    assert [tuple(result.shape) for result in results] == [(0, 3, 2, 8)] * 2 + [(0, 3)] * 4 + [(0, 2, 5)] * 2
+
+
 def test_importing_the_kernels_imports_no_transformers() -> None:
     code = "import sys, medusa_kernels; sys.exit('transformers' in sys.modules)"
     root = str(Path(mk.__file__).parents[1])
