@@ -44,7 +44,7 @@ def decode_linear(
     Gemma's gate has GELU in the place of SiLU, and Granite multiplies the products: see `activation` and `factor`.
 
     Args:
-        x: `[..., K]`, fp16, bf16 or fp32; any strides.
+        x: `[..., K]`, K of at least 1, fp16, bf16 or fp32; any strides.
         weights: 1 to 3 matrices `[N_i, K]`, dtype of x, or with scales in 8 or 4 bits as `medusa_kernels.quantised`
             says, all in the same form and group size; elements of a row adjacent, rows any distance apart. Gated: two,
             the gate's and the other's, of one shape.
@@ -78,7 +78,7 @@ def decode_linear(
     Raises:
         ValueError: an argument has a wrong shape, dtype, device, layout or number.
     """
-    _checks.require(x.dim() >= 1, "x", "shape [..., K]", list(x.shape))
+    _checks.require(x.dim() >= 1 and x.shape[-1] > 0, "x", "shape [..., K] with K of at least 1", list(x.shape))
     _checks.dtype("x", x, *_checks.FLOATS)
     count, size = len(weights), x.shape[-1]
     _checks.require(1 <= count <= MOST_WEIGHTS, "weights", f"1 to {MOST_WEIGHTS} matrices", count)
@@ -104,7 +104,7 @@ def decode_linear(
                 _checks.match(f"biases[{i}]", bias, (weight.shape[0],), "x", x)
     if gate or residual is not None:
         _checks.require(parts == 1, "parts", "1 with gate or residual", parts)
-    _checks.require(1 <= parts <= max(1, size), "parts", f"1 to the {size} columns of x", parts)
+    _checks.require(1 <= parts <= size, "parts", f"1 to the {size} columns of x", parts)
     if residual is not None:
         width = sum(weight.shape[0] for weight in weights)
         _checks.match("residual", residual, (*x.shape[:-1], width), "x", x)
@@ -174,8 +174,8 @@ def _native(
     activation="silu", factor=1.0,
 ):  # fmt: skip
     """Run the op by the C++ library, on a CPU."""
-    rows = x.numel() // max(1, x.shape[-1])
-    few = 0 < rows <= MOST_ROWS_CPU and x.dtype in _cpu.ACTIVATIONS and x.shape[-1] > 0
+    rows = x.numel() // x.shape[-1]
+    few = 0 < rows <= MOST_ROWS_CPU and x.dtype in _cpu.ACTIVATIONS
     if not few or parts > 1:
         return None
     width = weights[0].shape[0] if gate else sum(weight.shape[0] for weight in weights)

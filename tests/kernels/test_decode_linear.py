@@ -461,6 +461,7 @@ def test_reference_in_fp64_is_exact(form: str) -> None:
 W = torch.zeros(5, 4)
 BAD = {
     "x-dtype": ({"x": torch.zeros(2, 4).double()}, "x: expected dtype"),
+    "x-columns": ({"x": torch.zeros(2, 0)}, r"x: expected shape \[\.\.\., K\] with K of at least 1, got \[2, 0\]"),
     "weights-many": ({"weights": [W] * 4}, "weights: expected 1 to 3 matrices, got 4"),
     "weights-size": ({"weights": [W, torch.zeros(5, 3)]}, r"weights\[1\]: expected shape \[N, 4\], got \[5, 3\]"),
     "weights-columns": ({"weights": [torch.zeros(4, 5).T]}, r"weights\[0\]: expected a row's elements adjacent"),
