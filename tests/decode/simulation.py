@@ -13,11 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from medusa_decoding import Tree
-from medusa_decoding.decode.adaptive.acceptance import VICUNA_7B
 from medusa_decoding.decode.policy import Policy
+from medusa_decoding.trees.published import ACCURACIES
 
 Heads = Sequence[Sequence[float]]
-GOOD: Heads = VICUNA_7B
+GOOD: Heads = ACCURACIES["vicuna-7b-v1.3"]
 BETTER: Heads = [
     [0.76, 0.095, 0.035, 0.022],
     [0.55, 0.12, 0.06, 0.036],

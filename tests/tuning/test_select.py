@@ -9,7 +9,7 @@ import random
 
 import pytest
 import torch
-from simulation import BETTER, CPU, GPU, USELESS, commit
+from simulation import BETTER, CPU, GOOD, GPU, USELESS, commit
 
 from medusa_decoding import MedusaHeads, Tree
 from medusa_decoding.checkpoints.accuracies import (
@@ -20,7 +20,6 @@ from medusa_decoding.checkpoints.accuracies import (
     find_accuracies,
     load_accuracies,
 )
-from medusa_decoding.decode.adaptive.acceptance import VICUNA_7B
 from medusa_decoding.provenance import fingerprint
 from medusa_decoding.trees.tree import most_nodes
 from medusa_decoding.tuning.calibration import NONE, Calibration
@@ -160,7 +159,7 @@ def test_a_calibration_takes_precedence_over_the_trainers_accuracies(tmp_path):
 def test_ranks_beyond_the_vocabulary_are_left_out(tmp_path):
     (tmp_path / MEASURED).write_text(counts([[5, 6, 7]], [10]))
     assert find_accuracies(tmp_path, heads_of(1, 2)).by_rank == [pytest.approx([0.5, 0.1])]
-    assert default_accuracies(heads_of(3, 2)).by_rank == [row[:2] for row in VICUNA_7B[:3]]
+    assert default_accuracies(heads_of(3, 2)).by_rank == [row[:2] for row in GOOD[:3]]
     assert default_accuracies(heads_of(9, 2)).source == PUBLISHED
     assert most_nodes(map(len, default_accuracies(heads_of(2, 3)).by_rank)) == 1 + 3 + 9
 
@@ -242,7 +241,7 @@ def disturbed(seconds, draws):
     return seconds * speed * math.exp(0.03 * draws.gauss(0, 1)) * (20.0 if draws.random() < 0.03 else 1.0)
 
 
-@pytest.mark.parametrize("heads", [BETTER, USELESS, VICUNA_7B], ids=["better", "useless", "published"])
+@pytest.mark.parametrize("heads", [BETTER, USELESS, GOOD], ids=["better", "useless", "published"])
 @pytest.mark.parametrize("times", [CPU, GPU], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("seed", range(2))
 def test_the_selected_tree_is_within_three_percent_of_the_best(times, heads, seed):

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from medusa_decoding.decode.adaptive.acceptance import VICUNA_7B
 from medusa_decoding.files import parse_json, read_json
+from medusa_decoding.trees import published
 
 if TYPE_CHECKING:  # files of accuracies are read without torch
     from medusa_decoding.heads import MedusaHeads
@@ -73,7 +73,8 @@ class Accuracies:
 
 def default_accuracies(heads: MedusaHeads) -> Accuracies:
     """Return the accuracies published for Vicuna-7B, cut to the number and the candidates of some heads."""
-    return Accuracies(PUBLISHED, [row[: heads.num_candidates] for row in VICUNA_7B[: heads.num_heads]])
+    vicuna_7b = published.ACCURACIES["vicuna-7b-v1.3"]
+    return Accuracies(PUBLISHED, [row[: heads.num_candidates] for row in vicuna_7b[: heads.num_heads]])
 
 
 def find_accuracies(folder: Path, heads: MedusaHeads, base_model: str | None = None) -> Accuracies | None:

@@ -16,16 +16,6 @@ SIZES = (4, 8, 16, 32, 64)
 2 is left out: such a tree says nothing about the deeper heads, so choosing it by mistake would last.
 """
 
-# Accuracy of each rank alone, from the cumulative figures of the original project's training logs for vicuna-7b-v1.3.
-VICUNA_7B = [
-    [0.560, 0.112, 0.055, 0.033, 0.020],
-    [0.316, 0.108, 0.061, 0.043, 0.035],
-    [0.201, 0.087, 0.060, 0.035, 0.034],
-    [0.147, 0.078, 0.049, 0.037, 0.029],
-    [0.118, 0.069, 0.048, 0.037, 0.028],
-]
-
-
 CLIFFS = (5, 6, 8, 9)
 """Nodes of further trees for models whose layers run as a library's quantised modules.
 
