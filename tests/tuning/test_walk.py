@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medusa_decoding import MedusaHeads, MedusaModel, Tree
-from medusa_decoding.evaluation import Prompt, interval
-from medusa_decoding.evaluation.interval import Interval
+from medusa_decoding.evaluation import Prompt
 from medusa_decoding.evaluation.prompts import Conversations
 from medusa_decoding.tuning.calibration import NONE, Calibration
 from medusa_decoding.tuning.collect import calibrate
@@ -66,22 +65,6 @@ def test_intervals_are_over_prompts():
     # n prompts of 20 steps, 16 - n of 40, 40 tokens each.
     ends = [16 * 40 / (20 * n + 40 * (16 - n)) for n in (4, 12)]
     assert (expected.walked.low, expected.walked.high) == pytest.approx(ends, abs=0.07)
-
-
-def test_intervals_of_ratios_include_the_variance_of_both_samples():
-    """If one side is the same in every draw, the interval is that of the other side; if neither is, it is wider."""
-    varied = [(30, 10)] * 8 + [(10, 10)] * 8
-    same, rows = [(20, 10)] * 5, interval.ratio(varied)
-    above, below, both = (
-        interval.ratio_of_two(varied, same),
-        interval.ratio_of_two(same, varied),
-        interval.ratio_of_two(varied, varied),
-    )
-    assert (above.value, above.low, above.high) == pytest.approx((1.0, rows.low / 2, rows.high / 2))
-    # Another draw of the same prompts: of 16, about 4 to 12 are of the first kind.
-    assert (below.low, below.high) == pytest.approx((2 / rows.high, 2 / rows.low), rel=0.07)
-    assert both.low < above.low - 0.02 < above.high + 0.02 < both.high
-    assert interval.ratio_of_two(varied, [(20, 10)]) == Interval(1.0, None, None)
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,14 @@ def bootstrap(columns: Sequence[Sequence[float]], statistic: Callable[[np.ndarra
         value = float(statistic(table.sum(0)))
         if not math.isfinite(value):
             return None
-        return _interval(value, None if len(table) < 2 else statistic(_resampled(table, SEED)))
+        if len(table) < 2:
+            return Interval(value, None, None)
+        # How often each prompt is drawn, rather than which: the same draws in less memory.
+        draws = np.random.default_rng(SEED).multinomial(len(table), np.full(len(table), 1 / len(table)), RESAMPLES)
+        found = statistic((draws @ table).T)
+    outside = (1 - LEVEL) / 2
+    low, high = np.quantile(found[np.isfinite(found)], [outside, 1 - outside])
+    return Interval(value, float(low), float(high))
 
 
 def ratio(columns: Sequence[Sequence[float]]) -> Interval | None:
@@ -62,30 +69,3 @@ def ratio(columns: Sequence[Sequence[float]]) -> Interval | None:
 def ratio_of_rates(columns: Sequence[Sequence[float]]) -> Interval | None:
     """Return first over second sum, over third over fourth: tokens per second of one way over those of another."""
     return bootstrap(columns, lambda sums: (sums[0] / sums[1]) / (sums[2] / sums[3]))
-
-
-def ratio_of_two(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]) -> Interval:
-    """Return the ratio of two rates that were measured on different prompts; each side is resampled by itself."""
-    tables = [np.asarray(rows, dtype=np.float64) for rows in (first, second)]
-    one, other = (table.sum(0) for table in tables)
-    value = float((one[0] / one[1]) / (other[0] / other[1]))
-    if min(map(len, tables)) < 2:
-        return _interval(value, None)
-    with np.errstate(divide="ignore", invalid="ignore"):
-        rates = [sums[0] / sums[1] for sums in (_resampled(table, SEED + i) for i, table in enumerate(tables))]
-        return _interval(value, rates[0] / rates[1])
-
-
-def _resampled(table: np.ndarray, seed: int) -> np.ndarray:
-    """Return the sums of every resample, [C, RESAMPLES]."""
-    # How often each prompt is drawn, rather than which: the same draws in less memory.
-    often = np.random.default_rng(seed).multinomial(len(table), np.full(len(table), 1 / len(table)), RESAMPLES)
-    return (often @ table).T
-
-
-def _interval(value: float, found: np.ndarray | None) -> Interval:
-    if found is None:
-        return Interval(value, None, None)
-    outside = (1 - LEVEL) / 2
-    low, high = np.quantile(found[np.isfinite(found)], [outside, 1 - outside])
-    return Interval(value, float(low), float(high))
