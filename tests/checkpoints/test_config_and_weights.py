@@ -15,6 +15,7 @@ from transformers import LlamaForCausalLM
 
 from medusa_decoding import MedusaHeads, MedusaModel
 from medusa_decoding.checkpoints import pretrained, write_heads
+from medusa_decoding.checkpoints.base_model import load_base_model
 from medusa_decoding.training.config import Config
 from medusa_decoding.training.loop.backbone import TrainingBackbone
 
@@ -140,6 +141,32 @@ class TestAdapters:
         tiny_llama.config.save_pretrained(folder / "adapter")
         write_heads(MedusaHeads(8, 11, 2), folder / "adapted", base_model="../adapter")
         return folder / "adapter"
+
+    @pytest.mark.parametrize("kind", ["dora", "bin"])
+    def test_what_peft_writes_is_loaded(self, folder: Path, tiny_llama: LlamaForCausalLM, kind: str) -> None:
+        torch.manual_seed(0)
+        config = peft.LoraConfig(
+            r=2, target_modules=["q_proj"], init_lora_weights=False, task_type="CAUSAL_LM", use_dora=kind == "dora"
+        )
+        wrapped: Any = peft.get_peft_model(tiny_llama, config).eval()
+        for name, parameter in wrapped.named_parameters():
+            if "magnitude" in name:
+                torch.nn.init.uniform_(parameter)
+        wrapped.peft_config["default"].base_model_name_or_path = str(folder / "base")
+        wrapped.save_pretrained(folder / "adapter")
+        if kind == "bin":  # as peft wrote adapters before 0.7
+            file = folder / "adapter" / "adapter_model.safetensors"
+            torch.save(load_file(file), file.with_suffix(".bin"))
+            file.unlink()
+        ids = torch.tensor([[1, 2, 3]])
+        found = load_base_model(None, folder / "adapter")
+        torch.testing.assert_close(found(ids).logits, wrapped(ids).logits)
+
+    def test_an_adapter_with_embeddings_of_a_larger_vocabulary_is_refused(self, folder: Path, adapter: Path) -> None:
+        file = adapter / "adapter_model.safetensors"
+        save_file(load_file(file) | {"base_model.model.lm_head.weight": torch.ones(13, 8)}, file)
+        with pytest.raises(ValueError, match=r"lm_head\.weight in .*: expected shape \[11, 8\] .* got \[13, 8\]"):
+            MedusaModel.from_pretrained(folder / "adapted")
 
     def test_an_adapter_of_more_layers_is_refused(self, folder: Path, adapter: Path) -> None:
         file = adapter / "adapter_model.safetensors"

@@ -32,7 +32,7 @@ from transformers.utils.hub import cached_file
 
 from medusa_decoding.checkpoints.config_checks import check_config, check_revision, read_settings
 from medusa_decoding.checkpoints.four_bit_files import for_reading
-from medusa_decoding.checkpoints.tensor_files import listed, model_weights, open_tensors, read_index
+from medusa_decoding.checkpoints.tensor_files import StoredTensor, listed, model_weights, open_tensors, read_index
 from medusa_decoding.gguf_files import check_gguf, find_gguf
 from medusa_decoding.heads import not_finite
 
@@ -286,8 +286,24 @@ def load_adapter(model: PreTrainedModel, name: str | Path, **hub: Any) -> None:
     """Put an adapter of peft into a model; one that is damaged, names code or does not fit is a `ValueError`."""
     name = _local(name)
     with _explained("base_model", name, "an adapter that fits its model"), _without_report():
-        _check_adapter(_file_of(name, "adapter_config.json", **hub))
-        report: Any = model.load_adapter(name, adapter_kwargs=dict(hub))
+        folder = _file_of(name, "adapter_config.json", **hub).parent
+        names = ("adapter_model.safetensors", "adapter_model.bin")
+        found = next((file for one in names if (file := cached_file(name, one, **_MAY_BE_MISSING, **hub))), None)
+        if found is None:
+            raise ValueError("no adapter_model.safetensors or adapter_model.bin there")
+        stored = open_tensors(Path(found))
+        _check_adapter(folder / "adapter_config.json", stored)
+        own = dict(model.named_parameters())
+        for key, tensor in stored.items():  # whole weights, such as embeddings of a larger vocabulary
+            there = own.get(key.removeprefix("base_model.model."))
+            if there is not None and there.is_floating_point() and there.shape != tensor.shape:
+                raise tensor.refused(f"shape {list(there.shape)} as in the base model", list(tensor.shape))
+        # transformers itself finds neither a .bin file in a folder nor the magnitudes of DoRA.
+        weights = {
+            f"{key}.weight" if key.endswith("lora_magnitude_vector") else key: tensor.load()
+            for key, tensor in stored.items()
+        }
+        report: Any = model.load_adapter(str(folder), adapter_state_dict=weights)
     # Older versions of transformers report nothing.
     missing, stray = (sorted(getattr(report, f"{kind}_keys", ())) for kind in ("missing", "unexpected"))
     if missing:
@@ -296,13 +312,11 @@ def load_adapter(model: PreTrainedModel, name: str | Path, **hub: Any) -> None:
         raise ValueError(f"{name}: expected an adapter of its base model, got also {listed(stray)}")
 
 
-def _check_adapter(file: Path) -> None:
+def _check_adapter(file: Path, stored: Mapping[str, StoredTensor]) -> None:
     """Refuse an adapter's config that names code, or matrices of more rows than the adapter's weights have."""
     settings = read_settings(file)
     if settings.get("megatron_config") is not None:
         raise ValueError("expected no megatron_config, because it names a module to import, got one")
-    weights = [file.with_name(f"adapter_model.{kind}") for kind in ("safetensors", "bin")]
-    stored = next((open_tensors(path) for path in weights if path.is_file()), {})
     rows = max((tensor.shape[0] for name, tensor in stored.items() if "_A" in name and tensor.shape), default=2**12)
     pattern = settings.get("rank_pattern") or {}
     for rank in (settings.get("r"), *(pattern.values() if isinstance(pattern, dict) else [pattern])):
