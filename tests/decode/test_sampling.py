@@ -12,16 +12,14 @@ import numpy as np
 import pytest
 import torch
 from models import VOCAB, heads_for, padded, prompts, tiny
-from oracles import assert_some_accepted, counted, distribution, fits, joint, log_false_alarm, new_tokens
+from oracles import assert_some_accepted, counted, fits, joint, log_false_alarm, new_tokens
 from transformers import GenerationConfig
-from transformers.generation import logits_process as lp
 
 from medusa_decoding import MedusaHeads, MedusaModel, Tree
 from medusa_decoding.backbone.tensor_parallel import Peers
 from medusa_decoding.decode.limits import Limits
 from medusa_decoding.decode.selection.sampling import Sampling, follow
-from medusa_decoding.decode.tree_tensors import TreeTensors
-from medusa_decoding.decode.verify import Nodes, allowed_logits
+from medusa_decoding.decode.verify import allowed_logits
 from medusa_decoding.generation.request import Request, row_seed
 
 TREES = {
@@ -95,20 +93,6 @@ def test_three_tokens_have_their_joint_distribution(small, rule, tree, route):
         assert 0 < accepted < ROWS
 
 
-def test_two_tokens_of_a_larger_vocabulary():
-    model = tiny("qwen3", vocab_size=VOCAB, seed=1)
-    prompt = [5, 1, 7, 7, 0, 3]
-    exact = joint(model, prompt, 2, temperature=2.0)
-    with MedusaModel(model, heads_for(model)) as medusa:
-        # The first new token comes from the prefill, the second and third from steps.
-        texts, output = sampled(medusa, prompt, 3, tree=TREES["siblings"], seed=3, temperature=2.0)
-    assert fits(counted(texts[:, :2], VOCAB), exact)
-    after_first = texts[texts[:, 0] == exact.sum(1).argmax()]
-    likely = [*prompt, int(exact.sum(1).argmax())]
-    assert fits(counted(after_first[:, 1:], VOCAB), joint(model, likely, 2, temperature=2.0))
-    assert_some_accepted(output)
-
-
 @pytest.mark.parametrize("route", ["device", "host"])
 def test_texts_that_end_and_minimum_lengths(small, route):
     """An EOS token inside an accepted path ends the text; before the minimum none is drawn."""
@@ -129,20 +113,6 @@ def test_texts_that_end_and_minimum_lengths(small, route):
     texts = output.sequences[:, len(PROMPT) :].numpy()
     assert fits(counted(texts, 4), exact)
     assert {2, 3} == set(output.new_tokens)
-
-
-@pytest.mark.parametrize("route", ["device", "host"])
-def test_a_batch_of_prompts_of_different_lengths(small, route):
-    rows = [torch.tensor(PROMPT), torch.tensor([3]), torch.tensor([0, 1, 1, 2, 0, 0, 3, 2])]
-    ids, mask = padded(rows)
-    extra = {"logits_processor": [identity]} if route == "host" else {}
-    output = small.generate(
-        ids, mask, max_new_tokens=3, do_sample=True, temperature=1.5, num_return_sequences=800, seed=5,
-        tree=TREES["siblings"], **extra,
-    )  # fmt: skip
-    texts = output.sequences[:, ids.shape[1] :].numpy().reshape(3, 800, 3)
-    for row, of_row in zip(rows, texts, strict=True):
-        assert fits(counted(of_row, 4), joint(model_of(4), row.tolist(), 3, temperature=1.5))
 
 
 def test_rows_of_a_batch_are_independent(small):
@@ -319,48 +289,6 @@ def test_row_seeds_belong_to_seed_and_row():
     assert greedy.row_seeds(Peers()) is None
 
 
-class Counts:
-    """As much of a state as a selector reads: one row per seed, before its first token."""
-
-    def __init__(self, rows):
-        self.seeds = torch.tensor([row_seed(seed) for seed in range(rows)])
-        self.count = torch.zeros(rows, dtype=torch.int32)
-        self.check = torch.zeros(rows)
-
-
-DRAWN = {
-    "hot": ([lp.TemperatureLogitsWarper(2.5)], {"temperature": 2.5}),
-    "nucleus": ([lp.TemperatureLogitsWarper(1.3), lp.TopPLogitsWarper(0.8)], {"temperature": 1.3, "top_p": 0.8}),
-    "top k": ([lp.TopKLogitsWarper(5)], {"top_k": 5}),
-}
-
-
-@pytest.mark.parametrize("name", DRAWN)
-def test_drawn_tokens_have_their_exact_probabilities_over_many_seeds(name):
-    """At one node, given its logits: 40,000 seeds against the formula's distribution of 60 tokens."""
-    processors, settings = DRAWN[name]
-    rows, vocabulary = 40_000, 60
-    logits = 2.0 * torch.randn(vocabulary, generator=torch.Generator().manual_seed(4))
-    selector, state = Sampling(processors), Counts(rows)
-    one = TreeTensors.from_tree(Tree([]), torch.device("cpu"))
-    lm_head = torch.nn.Linear(vocabulary, vocabulary, bias=False)
-    torch.nn.init.eye_(lm_head.weight)
-    nodes = Nodes(
-        logits.expand(rows, 1, -1).contiguous(), torch.zeros(rows, 1, dtype=torch.int64), one,
-        selector.noise(state, 1, vocabulary),
-    )  # fmt: skip
-    limits = Limits([5] * rows, [0] * rows, [])
-    with torch.no_grad():
-        tokens = selector(nodes, lm_head, state, limits)
-    assert selector.makes_logits == (len(processors) > 1 or "temperature" not in settings)
-    exact = distribution(logits.numpy(), **settings)
-    assert fits(counted(tokens.numpy(), vocabulary), exact)
-    # The check has power: of slightly other probabilities it is not explained.
-    assert not fits(
-        counted(tokens.numpy(), vocabulary), distribution(logits.numpy(), **{**settings, "temperature": 1.8})
-    )
-
-
 def the_same_everywhere():
     """A model whose hidden state, and so its distribution, is the same at every place of every text."""
     model = tiny(vocab_size=VOCAB)
@@ -412,43 +340,6 @@ def test_heads_that_know_the_distribution_draft_the_very_draws(name, way, tree):
         assert set(row[:-2]) == {tree.depth}
 
 
-@pytest.mark.parametrize("extra", [{}, {"top_p": 0.9}, {"repetition_penalty": 1.1}], ids=["fused", "device", "host"])
-@pytest.mark.parametrize("parent_rank", [0, 3])
-def test_no_ranking_of_candidates_changes_the_text(monkeypatch, extra, parent_rank):
-    """With the step's own noise more drafts are right than with other noise, or with none; the texts are equal."""
-    model = the_same_everywhere()
-    ids, mask = padded(prompts(3, [7, 2, 12]))
-    kwargs = {"max_new_tokens": 40, "do_sample": True, "temperature": 1.2, "seed": 5, "tree": Tree.cartesian([2, 1])}
-    noises = {
-        "own": lambda noise: noise,
-        "none": lambda noise: None,
-        "of the next place": lambda noise: noise.roll(1, dims=1),
-        "against": lambda noise: -noise,
-    }
-    accepted, texts = {}, set()
-    with MedusaModel(model, knowing(model, parent_rank=parent_rank)) as medusa:
-        propose = medusa.heads.propose
-        for name, change in noises.items():
-            monkeypatch.setattr(
-                medusa.heads, "propose", lambda *a, noise, _change=change, **k: propose(*a, noise=_change(noise), **k)
-            )
-            output = medusa.generate(ids, mask, **kwargs, **extra)
-            accepted[name] = sum(map(sum, output.accept_lengths))
-            texts.add(str(output.sequences.tolist()))
-    assert len(texts) == 1
-    assert accepted["own"] > max(count for name, count in accepted.items() if name != "own")
-
-
-@pytest.mark.parametrize("route", ["device", "host"])
-def test_tokens_that_are_filtered_out_are_never_drawn(small, route):
-    """Whatever their noise: with one token left the text is the likeliest one."""
-    extra = {"logits_processor": [identity]} if route == "host" else {}
-    likeliest = small.generate(torch.tensor([PROMPT]), max_new_tokens=4, tree=Tree([])).sequences[0, len(PROMPT) :]
-    for settings in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"temperature": 1e-5}):
-        texts, _ = sampled(small, PROMPT, 4, rows=200, seed=1, tree=TREES["siblings"], **settings, **extra)
-        assert (texts == likeliest.numpy()).all()
-
-
 @pytest.mark.parametrize("route", ["device", "host"])
 def test_the_step_is_named_if_no_token_can_be_drawn(route):
     """A temperature that overflows; a minimum length when every token is EOS."""
@@ -466,23 +357,3 @@ def test_the_step_is_named_if_no_token_can_be_drawn(route):
                 medusa.generate(row[None], max_new_tokens=8, do_sample=True, **broken, **extra)
         output = medusa.generate(row[None], max_new_tokens=8, do_sample=True, seed=1, **extra)
     assert output.new_tokens == [8]
-
-
-def test_logits_that_are_not_finite_are_named_by_either_route():
-    model = tiny()
-    [row] = prompts(1, [5])
-    with MedusaModel(model, heads_for(model), Tree.chain(2)) as medusa:
-        forward, passes = medusa.backbone.forward, []
-
-        def broken(*args):
-            passes.append(1)
-            hidden = forward(*args)
-            return hidden * math.nan if len(passes) == 3 else hidden
-
-        for extra in ({}, {"do_sample": True}, {"do_sample": True, "repetition_penalty": 1.1}, {"top_h": None}):
-            passes.clear()
-            medusa.backbone.forward = broken
-            with pytest.raises(FloatingPointError, match=r"got NaN or infinity at step 2 .* in row 0"):
-                medusa.generate(row[None], max_new_tokens=30, **extra)
-            del medusa.backbone.forward
-        assert medusa.generate(row[None], max_new_tokens=8).new_tokens == [8]
