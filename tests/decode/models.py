@@ -42,6 +42,13 @@ MORE_FAMILIES = {
     "qwen2_moe": ("Qwen2Moe", _EXPERTS | _SHARED),
     "qwen3_moe": ("Qwen3Moe", _EXPERTS | {"mlp_only_layers": [1]}),
 }  # fmt: skip
+
+
+def rope(kind, **more):
+    """Setting of a kind of rotary embedding."""
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}}
+
+
 # A vocabulary so small that random heads are often right, and in which id 0 is an ordinary token.
 VOCAB = 11
 
