@@ -1,6 +1,5 @@
 """Memory estimates, refusals of what does not fit, and caches that serve a second turn."""
 
-import functools
 import importlib
 import json
 import re
@@ -8,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from models import heads_for, prompts, tiny, transformers_greedy
+from models import heads_for, prompts, rope, tiny
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation import logits_process as lp
 
@@ -26,10 +25,7 @@ from medusa_decoding.decode.selection.greedy import Greedy
 from medusa_decoding.decode.selection.sampling import Sampling
 from medusa_decoding.decode.tree_tensors import TreeTensors
 
-DYNAMIC = {
-    "max_position_embeddings": 16,
-    "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0},
-}
+DYNAMIC = {"max_position_embeddings": 16, **rope("dynamic", factor=4.0)}
 
 
 @pytest.fixture
@@ -414,34 +410,3 @@ def test_tables_of_dynamic_scaling_follow_the_prompt(first, second, usable):
     assert torch.equal(state.cache.sin, exact[1])
     assert got == usable
     assert bool(state.captured) == (backbone.rope(first, 64)[0].shape == exact[0].shape), "captured over other tables"
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3", "window", "dynamic"])
-@pytest.mark.parametrize("rows", [[100, 100, 100], [30, 100, 200]], ids=["stays", "twice"])
-def test_three_turns_in_one_cache(family, rows):
-    overrides = {"window": {"sliding_window": 9}, "dynamic": DYNAMIC}.get(family, {})
-    kind = {"window": "mistral", "dynamic": "llama"}.get(family, family)
-    make, tree, new = functools.partial(tiny, kind, **overrides), Tree.cartesian([4, 3]), 8
-    model = make()
-    [text] = prompts(1, [7])
-    reused = []
-    with MedusaModel(model, heads_for(model), tree) as medusa, torch.no_grad():
-        pool, shape = medusa._steps.pool, TreeTensors.from_tree(tree, model.device)
-        step = functools.partial(decode_step, medusa.backbone, medusa.heads, shape)
-        state, known = pool.acquire(Sizes([7], new), rows[0]), 0
-        for turn in range(3):
-            if turn:
-                state, usable = pool.enlarge(state, Sizes([len(text)], new), rows[turn])
-                reused.append(min(usable, known))
-            prefill(medusa.backbone, [text], state, Greedy(), Limits([new], [0], []), reuse=reused[-1] if turn else 0)
-            while not state.finished.all():
-                step(state, Greedy(), Limits([new], [0], []))
-            answer = state.output[0, :new].clone()
-            assert answer.tolist() == transformers_greedy(make(), text, new)
-            known = len(text) + new
-            text = torch.cat([text, answer, *prompts(1, [5], seed=turn)])
-    if family == "dynamic":
-        assert reused == [1, 1]  # the position that no frequency turns
-    else:  # all but the last token of each answer, or also that one if a path reached past the budget
-        assert reused[0] in (14, 15)
-        assert reused[1] in (27, 28)

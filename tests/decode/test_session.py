@@ -2,59 +2,49 @@
 
 import pytest
 import torch
-from models import FAMILIES, VOCAB, heads_for, padded, prompts, tiny, transformers_greedy
+from models import FAMILIES, VOCAB, heads_for, padded, prompts, rope, tiny, transformers_greedy
 
 from medusa_decoding import MedusaModel, Session, Tree
+from medusa_decoding.backbone.backbone import Backbone
 
 TREE = Tree.cartesian([3, 2])
 
 
 @pytest.fixture
-def passes(monkeypatch):
-    """The (rows, tokens) of every pass through the model."""
-    seen = []
-    monkeypatch.setattr("medusa_decoding.backbone.backbone.Backbone.forward", _counting(seen))
-    # By modules, which tells it from steps.
-    monkeypatch.setattr("medusa_decoding.backbone.backbone.Backbone.prefill_nodes", lambda *_: 0)
-    return seen
-
-
-def _counting(seen):
-    from medusa_decoding.backbone.backbone import Backbone
-
-    forward = Backbone.forward
+def prefilled(monkeypatch):
+    """The number of tokens of every prefill; it runs by modules, which tells it from steps."""
+    seen, forward = [], Backbone.forward
 
     def counted(self, tokens, context):
-        seen.append((tuple(tokens.shape), context.ancestors is None))
+        if context.ancestors is None:
+            seen.append(tokens.shape[1])
         return forward(self, tokens, context)
 
-    return counted
-
-
-def prefilled(passes):
-    return [shape[1] for shape, prefill in passes if prefill]
+    monkeypatch.setattr(Backbone, "forward", counted)
+    monkeypatch.setattr(Backbone, "prefill_nodes", lambda *_: 0)
+    return seen
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("tree", [Tree([]), TREE], ids=repr)
-def test_a_chat_of_several_turns(family, tree, passes):
+def test_a_chat_of_several_turns(family, tree, prefilled):
     model = tiny(family, max_position_embeddings=512)
     turns = prompts(4, [9, 5, 1, 30], seed=5)
     session, text = Session(), []
     with MedusaModel(model, heads_for(model), tree) as medusa:
         for number, turn in enumerate(turns):
             text += turn.tolist()
-            passes.clear()
+            prefilled.clear()
             output = medusa.generate(torch.tensor([text]), max_new_tokens=12, session=session)
             new = output.sequences[0, len(text) :].tolist()
             assert new == transformers_greedy(model, torch.tensor(text), 12)
             # The last token of an answer has not run through the model: it is prefilled with the next turn.
-            assert prefilled(passes) == [len(turn) + (1 if number else 0)]
-            assert session.reused == len(text) - prefilled(passes)[0]
+            assert prefilled == [len(turn) + (1 if number else 0)]
+            assert session.reused == len(text) - prefilled[0]
             text += new
 
 
-def test_an_edited_history_runs_again_from_where_it_differs(passes):
+def test_an_edited_history_runs_again_from_where_it_differs(prefilled):
     model = tiny(max_position_embeddings=512)
     [first] = prompts(1, [40])
     changed = torch.cat([first[:25], (first[25:26] + 1) % VOCAB, first[26:]])
@@ -62,12 +52,12 @@ def test_an_edited_history_runs_again_from_where_it_differs(passes):
     with MedusaModel(model, heads_for(model), TREE) as medusa:
         medusa.generate(first[None], max_new_tokens=10, session=session)
         for prompt, reused in ((changed, 25), (changed, 39), (first[:7], 6), (first[5:], None)):
-            passes.clear()
+            prefilled.clear()
             output = medusa.generate(prompt[None], max_new_tokens=10, session=session)
             assert output.sequences[0, len(prompt) :].tolist() == transformers_greedy(model, prompt, 10)
             if reused is not None:
                 assert session.reused == reused
-            assert prefilled(passes) == [len(prompt) - session.reused]
+            assert prefilled == [len(prompt) - session.reused]
 
 
 def test_rows_of_a_batch_reuse_the_prefix_that_all_have():
@@ -127,16 +117,15 @@ def test_growth_and_longer_budgets_keep_the_cached_prefix(monkeypatch):
 
 
 def test_dynamic_rope_reuses_no_keys_with_other_frequencies():
-    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 10000.0}
-    model = tiny(max_position_embeddings=48, rope_parameters=rope)
+    settings = {"max_position_embeddings": 48, **rope("dynamic", factor=4.0)}
+    model = tiny(**settings)
     [text] = prompts(1, [20])
     session, reused = Session(), []
     with MedusaModel(model, heads_for(model), TREE) as medusa:
         for _ in range(4):
             before = len(text)
             output = medusa.generate(text[None], max_new_tokens=14, session=session)
-            fresh = tiny(max_position_embeddings=48, rope_parameters=rope)
-            assert output.sequences[0, before:].tolist() == transformers_greedy(fresh, text, 14)
+            assert output.sequences[0, before:].tolist() == transformers_greedy(tiny(**settings), text, 14)
             text = torch.cat([output.sequences[0], torch.tensor([2, 7])])
             reused.append(session.reused)
     assert reused[1] == 33, "within the trained context all is reused"
