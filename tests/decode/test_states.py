@@ -56,35 +56,13 @@ def test_graphs_over_acquired_states_are_dropped_with_their_step(medusa):
     assert wider.captured == {}
 
 
-class Broken:
-    """A streamer whose client disconnects."""
-
-    def put(self, value):
-        if value.numel() == 1:
-            raise ConnectionError("gone")
-
-    def end(self):
-        raise AssertionError
-
-
-def test_an_interrupted_generation_releases_its_state_once(medusa, monkeypatch):
-    back = []
-    monkeypatch.setattr(medusa._steps.pool, "release", back.append)
-    [row] = prompts(1, [9])
-    with pytest.raises(ConnectionError):
-        medusa.generate(row[None], max_new_tokens=5, streamer=Broken())
-    assert len(back) == 1
-    expected = transformers_greedy(medusa.base, row, 12)
-    assert medusa.generate(row[None], max_new_tokens=12).sequences[0, 9:].tolist() == expected
-    assert len(back) == 2
-
-
 def changes(model):
     linear = model.base_model.model.model.layers[0].self_attn.q_proj
     handle = []
     yield "adapter off", model.base_model.disable_adapter_layers
     yield "adapter on", model.base_model.enable_adapter_layers
     yield "other adapter", lambda: model.set_adapter("other")
+    yield "scaled", lambda: linear.scaling.update(other=0.5)
     yield "merged", model.merge_adapter
     yield "hook", lambda: handle.append(linear.register_forward_hook(lambda *_: None))
     yield "hook removed", lambda: handle.pop().remove()
