@@ -5,12 +5,13 @@ import logging
 
 import pytest
 import torch
-from models import MORE_FAMILIES, VOCAB, heads_for, padded, prompts, tiny, transformers_greedy
+from models import FAMILIES, MORE_FAMILIES, VOCAB, heads_for, padded, prompts, tiny, transformers_greedy
 from oracles import counted, fits, joint, new_tokens
 from peft import LoraConfig, get_peft_model
 
 from medusa_decoding import MedusaModel, Session, Tree
 from medusa_decoding.backbone import fused_layers
+from medusa_decoding.backbone.fused_layers import NativeLayers
 from medusa_decoding.decode.prefill import prefill
 
 NEW = 20
@@ -31,7 +32,7 @@ def wandering(family, **overrides):
     return model
 
 
-@pytest.mark.parametrize("family", MORE_FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
 def test_greedy_text_is_that_of_transformers(family, monkeypatch):
     """As layers run on a CPU, and by an op for each stage as on a GPU, with whole and with divided projections."""
     monkeypatch.setattr("medusa_decoding.decode.selection.greedy.allowed_logits", None)  # no step makes all logits
@@ -40,8 +41,11 @@ def test_greedy_text_is_that_of_transformers(family, monkeypatch):
     expected = [transformers_greedy(model, row, NEW) for row in rows]
     ids, mask = padded(rows)
     with MedusaModel(model, heads_for(model), Tree.cartesian([4, 3])) as medusa:
-        backbone = medusa.backbone
-        assert new_tokens(medusa.generate(ids, mask, max_new_tokens=NEW), ids.shape[1]) == expected
+        backbone, calls, run = medusa.backbone, [], NativeLayers.__call__
+        monkeypatch.setattr(NativeLayers, "__call__", lambda *given: calls.append(1) or run(*given))
+        output = medusa.generate(ids, mask, max_new_tokens=NEW)
+        assert new_tokens(output, ids.shape[1]) == expected
+        assert (0 < len(calls) <= output.steps) == (family not in EXPERTS)
         assert (backbone.native is None) == backbone.fuse == (family in EXPERTS)
         how = "fused, experts as modules" if family in EXPERTS else "one call of the C++ library"
         assert backbone.said == f"layers: {how} (plain modules)"

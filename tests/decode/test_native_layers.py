@@ -5,11 +5,10 @@ import logging
 
 import pytest
 import torch
-from models import FAMILIES, heads_for, padded, prompts, tiny, transformers_greedy
+from models import heads_for, prompts, tiny, transformers_greedy
 from torch import nn
 
 from medusa_decoding import MedusaModel, Tree
-from medusa_decoding.backbone.fused_layers import NativeLayers
 from medusa_kernels import _native, _registry
 from medusa_kernels._registry import interpreted
 
@@ -38,24 +37,6 @@ def narrower(model):
     config.intermediate_size //= 2
     model.model.layers[1].mlp = type(model.model.layers[1].mlp)(config)
     return model
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_text_is_that_of_transformers_and_every_step_is_one_call(family, monkeypatch, caplog):
-    caplog.set_level(logging.INFO, logger="medusa_decoding")
-    model = tiny(family)
-    rows = prompts(3, [7, 1, 12])
-    expected = [transformers_greedy(model, row, NEW) for row in rows]
-    ids, mask = padded(rows)
-    with MedusaModel(model, heads_for(model), TREE) as medusa:
-        calls = []
-        run = NativeLayers.__call__
-        monkeypatch.setattr(NativeLayers, "__call__", lambda *arguments: calls.append(1) or run(*arguments))
-        output = medusa.generate(ids, mask, max_new_tokens=NEW)
-        assert medusa.backbone.native is not None
-    assert 0 < len(calls) <= output.steps
-    assert output.sequences[:, ids.shape[1] :].tolist() == expected
-    assert "layers: one call of the C++ library (plain modules)" in caplog.messages
 
 
 @pytest.mark.parametrize(
