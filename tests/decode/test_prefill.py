@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from models import FAMILIES, heads_for, padded, prompts, tiny, transformers_greedy
+from models import FAMILIES, heads_for, padded, prompts, rope, tiny, transformers_greedy
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
@@ -20,11 +20,9 @@ from medusa_decoding.backbone.backbone import Backbone
 from medusa_decoding.backbone.fused_layers import NativeLayers
 from medusa_decoding.cli import doctor
 from medusa_decoding.decode.limits import Limits
-from medusa_decoding.decode.loop import decode_step
 from medusa_decoding.decode.prefill import PREFILL_CHUNK, prefill
 from medusa_decoding.decode.runtime.memory import Sizes
 from medusa_decoding.decode.selection.greedy import Greedy
-from medusa_decoding.decode.tree_tensors import TreeTensors
 from medusa_kernels import ancestor_words, tree_attention
 from medusa_kernels._native import why_missing
 
@@ -36,10 +34,6 @@ WIDTHS = (1, 3, 5)
 
 def window(size):
     return {"use_sliding_window": True, "sliding_window": size, "max_window_layers": 1, "num_hidden_layers": 3}
-
-
-def rope(kind, **more):
-    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10000.0, **more}}
 
 
 YARN = rope("yarn", factor=4.0, original_max_position_embeddings=8)
@@ -174,21 +168,6 @@ def test_chunks_write_the_same_cache_as_one_pass(family, overrides, way):
             agrees(state)
 
 
-@variants
-def test_text_after_a_chunked_prefill_equals_transformers(family, overrides, monkeypatch):
-    rows = prompts(len(LENGTHS), LENGTHS)
-    # A fresh model per row: dynamic scaling leaves the last text's frequencies in transformers' rotary module.
-    expected = [transformers_greedy(tiny(family, **overrides), row, NEW) for row in rows]
-    model = tiny(family, **overrides)
-    ids, mask = padded(rows)
-    with MedusaModel(model, heads_for(model), Tree.cartesian([3, 2])) as medusa:
-        for width in WIDTHS:
-            in_chunks = functools.partial(prefill, chunk=width * len(rows))
-            monkeypatch.setattr("medusa_decoding.decode.loop.prefill", in_chunks)
-            output = medusa.generate(ids, mask, max_new_tokens=NEW)
-            assert output.sequences[:, ids.shape[1] :].tolist() == expected, width
-
-
 @pytest.mark.parametrize(
     ("chunk", "passes"),
     [(100, [(3, 7, 0)]), (21, [(3, 7, 0)]), (20, [(3, 6, 0), (3, 1, 6)]), (2, [(3, 1, i) for i in range(7)])],
@@ -309,33 +288,6 @@ def test_only_new_tokens_run_through_the_model(name, reuse, way, monkeypatch):
     kv = torch.cat([state.cache.kv for state in states], 2)
     together = SimpleNamespace(hidden=torch.cat([state.hidden for state in states]), cache=SimpleNamespace(kv=kv))
     agreement(make, batches)(together)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_second_turn_continues_in_the_cache(family, way):
-    """Steps, then a prompt that continues after them: keys and values of steps serve like those of a prefill."""
-    model = tiny(family)
-    rows, tree = prompts(3, [9, 4, 12]), Tree.cartesian([4, 3, 2])
-    with MedusaModel(model, heads_for(model), tree) as medusa, torch.no_grad():
-        state = acquire(medusa, [9, 4, 12], rows=90)
-        step = functools.partial(decode_step, medusa.backbone, medusa.heads, TreeTensors.from_tree(tree, model.device))
-
-        def text(state, rows, **kwargs):
-            prefill(medusa.backbone, rows, state, *greedy(3), **kwargs)
-            while not state.finished.all():
-                step(state, *greedy(3))
-            return state.output[:, :NEW].clone()
-
-        turns = [text(state, rows)]
-        more = [torch.cat(parts) for parts in zip(rows, turns[0], prompts(3, [5, 2, 7], seed=8), strict=True)]
-        # The last path may reach past the budget: its keys and values belong to tokens that are not in the text.
-        known = [len(row) + NEW for row in rows]
-        common = min(min(pair) for pair in zip(known, state.cache.lengths.tolist(), strict=True))
-        assert common >= 4 + NEW - 1
-        state.clear()
-        turns.append(text(state, more, reuse=common, chunk=12))
-    for texts, prompted in zip(turns, (rows, more), strict=True):
-        assert texts.tolist() == [transformers_greedy(model, row, NEW) for row in prompted]
 
 
 @pytest.mark.parametrize("reuse", [-1, 4])
@@ -499,14 +451,6 @@ def test_the_best_kernel_that_works_serves(monkeypatch):
     assert doctor.prefill("cpu") == {"implementation": "flash-attn 2", "reason": served.reason}
 
 
-def test_what_pytorchs_flash_kernel_is_called_with():
-    """Its schema takes the arguments, also on a PyTorch of another version: run without data."""
-    q, cache = torch.empty(2, 5, 8, 64, device="meta"), torch.empty(2, 2, 2, 40, 64, device="meta")
-    k, v = cache[:, :, :, :12].transpose(2, 3)
-    for window in (None, 7):
-        assert prefill_attention._of_pytorch(q, k, v, 0.1, window).shape == q.shape
-
-
 class Largest(TorchDispatchMode):
     """Records the largest tensor made, by the elements that it has in memory."""
 
@@ -582,7 +526,6 @@ def on_this_gpu():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", ["flash-attn 3", "flash-attn 2", "PyTorch's flash kernel"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_flash_kernels_on_a_gpu(name, dtype, monkeypatch):
@@ -610,7 +553,6 @@ def test_flash_kernels_on_a_gpu(name, dtype, monkeypatch):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_prefill_on_a_gpu_makes_no_mask():
     """Attention of a chunk of 2,048 at 14,336 rows: a mask of booleans alone would be 32 MiB."""
     length, rows = 2048, 16384
@@ -630,7 +572,6 @@ def test_prefill_on_a_gpu_makes_no_mask():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize(("family", "overrides"), [("llama", {}), ("mistral", {"sliding_window": 300})])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_chunks_on_a_gpu(family, overrides, dtype):

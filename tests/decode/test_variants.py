@@ -380,7 +380,6 @@ def test_invalid_head_settings_are_refused(make, message):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("backend", ["eager", "graph"])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_on_a_gpu_greedy_text_is_transformers(name, backend):
