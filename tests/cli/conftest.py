@@ -1,13 +1,15 @@
 """Checkpoint folders small enough to make in a test: base model, tokenizer, heads; with a chat template and without."""
 
 import io
+import json
+import re
 
 import pytest
 import torch
 from chats import CHAT_TEMPLATE, chat_checkpoint, write_checkpoint
 from rich.console import Console
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from medusa_decoding.cli import _display, main
 
@@ -24,17 +26,43 @@ def checkpoint(tmp_path_factory):
     return folder
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def model_text(checkpoint):
-    """The text that transformers alone writes after a prompt."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    """The text that transformers alone writes after a prompt: `model_text(prompt, new_tokens, **settings)`."""
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint / "base")
+    model = AutoModelForCausalLM.from_pretrained(checkpoint / "base")
 
-    def write(prompt, new_tokens):
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint / "base")
-        model = AutoModelForCausalLM.from_pretrained(checkpoint / "base")
+    def write(prompt, new_tokens, **settings):
         ids = tokenizer(prompt, return_tensors="pt").input_ids
-        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False)
+        settings = {"do_sample": False, "pad_token_id": 0, "tokenizer": tokenizer} | settings
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, **settings)
         return tokenizer.decode(out[0, ids.shape[1] :])
+
+    return write
+
+
+@pytest.fixture
+def refused(capsys):
+    """Run a command that is refused: `refused(words, *argv)` finds the words in its one line of error; exit code 2."""
+
+    def run(words, *argv):
+        assert main([str(word) for word in argv]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        (line,) = [line for line in captured.err.splitlines() if line.startswith("medusa: ")]
+        assert re.search(words, line)
+
+    return run
+
+
+@pytest.fixture
+def write_lines(tmp_path):
+    """Write values as JSON lines: `write_lines(name, *values)` returns the file."""
+
+    def write(name, *values):
+        file = tmp_path / name
+        file.write_text("".join(json.dumps(value) + "\n" for value in values))
+        return file
 
     return write
 

@@ -344,9 +344,6 @@ def test_an_interrupted_answers_cache_is_reused(chat, talk, ctrl_c):
     assert f"({len(chat.ids(told))} prompt tokens, {reused} of them reused from the cache)" in out
 
 
-# --- the fixtures
-
-
 def test_a_second_ctrl_c_interrupts_at_once(chat, talk, ctrl_c):
     ctrl_c(3, times=2)
     code, out, err = talk(chat, ["hello", "more"], "--tree", "root", "--max-new-tokens", 20)

@@ -13,19 +13,6 @@ from medusa_decoding.cli import _display, main
 from medusa_decoding.cli._display import COLOURS, Race, Run, step_text
 
 
-def console(width=100, height=40, **settings):
-    stream = io.StringIO()
-    return Console(
-        file=stream,
-        force_terminal=True,
-        color_system="truecolor",
-        width=width,
-        height=height,
-        highlight=False,
-        **settings,
-    )
-
-
 def screen(shown, picture):
     """The lines of a picture, without styles."""
     with shown.capture() as captured:
@@ -67,7 +54,7 @@ RUNS = [
 
 
 def test_a_race_shows_what_had_been_written_when():
-    shown = console(width=100)
+    shown = Console(file=io.StringIO(), width=100, height=40)
     race = Race(shown, RUNS, "prompt ")
     _, _, time, _, text, *_, figures = screen(shown, race.picture(0.3))
     assert time.startswith("0.30 s, replayed ")
