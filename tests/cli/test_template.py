@@ -112,25 +112,6 @@ def test_as_many_tokens_as_possible_are_reused_and_the_text_is_unchanged(turn):
     assert prompt[:end] == known[:end]
 
 
-def ids(*tokens):
-    return MERGING.convert_tokens_to_ids(list(tokens))
-
-
-def test_an_answer_in_other_tokens_is_reused_entirely():
-    known = ids("<|start|>", "a", "i", "n", "t", "<|end|>")
-    fresh = MERGING("<|start|>aint<|end|><|start|>s")["input_ids"]
-    assert fresh[: len(known)] != known
-    assert splice(MERGING, known, fresh) == known + ids("<|start|>", "s")
-
-
-def test_an_answer_with_another_text_is_reused_up_to_the_difference():
-    """A template may cut off text: here the spaces at an answer's end."""
-    known = ids("<|start|>", "i", "n", "\u0120", "<|end|>")
-    fresh = MERGING("<|start|>in<|end|>s")["input_ids"]
-    assert fresh == ids("<|start|>", "in", "<|end|>", "s")
-    assert splice(MERGING, known, fresh) == ids("<|start|>", "i", "n", "<|end|>", "s")
-
-
 class Spelling:
     """A tokenizer of given pieces of bytes."""
 
