@@ -22,11 +22,10 @@ QUESTIONS = [["how are you", "and then"], ["hello"], ["tell me more", "why"], ["
 
 
 @pytest.fixture
-def place(chat, tmp_path):
+def place(chat, tmp_path, write_lines):
     """A chat checkpoint, seeds, and a way to run the command with sections of its configuration changed."""
-    seeds = tmp_path / "seeds.jsonl"
-    lines = [{"messages": [{"role": "user", "content": text} for text in texts]} for texts in QUESTIONS]
-    seeds.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    turns = ([{"role": "user", "content": text} for text in texts] for texts in QUESTIONS)
+    seeds = write_lines("seeds.jsonl", *({"messages": messages} for messages in turns))
     values = {
         "model": {"name": str(chat.folder / "base"), "dtype": "float32", "quantization": "none"},
         "data": {"train": [{"path": str(seeds)}], "length": 200, "held_out_share": 0.2},

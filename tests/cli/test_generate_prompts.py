@@ -37,10 +37,8 @@ RECORDS = [
 
 
 @pytest.fixture
-def prompts(tmp_path):
-    file = tmp_path / "prompts.jsonl"
-    file.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
-    return file
+def prompts(write_lines):
+    return write_lines("prompts.jsonl", *RECORDS)
 
 
 @pytest.fixture
@@ -116,10 +114,10 @@ def test_answers_end_after_a_stop_string_as_alone(run, checkpoint):
     )
 
 
-def test_chat_applies_the_template_to_the_first_user_turn(chat, prompts, run):
+def test_chat_applies_the_template_to_the_first_user_turn(chat, write_lines, run):
     messages = [[{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}],
                 [{"role": "user", "content": "more"}, {"role": "assistant", "content": "never read"}]]  # fmt: skip
-    prompts.write_text("".join(json.dumps({"messages": turns}) + "\n" for turns in messages))
+    write_lines("prompts.jsonl", *({"messages": turns} for turns in messages))
     _, lines = run("--chat", heads=chat.heads)
     assert [line["response"] for line in lines] == [
         chat.answer(messages[0], NEW), chat.answer(messages[1][:1], NEW)
