@@ -24,7 +24,7 @@ from formulas import (
 from torch import nn
 
 from medusa_decoding import MedusaHeads
-from medusa_decoding.training.data.targets import IGNORE, head_targets, number_segments, shifted_labels
+from medusa_decoding.training.data.targets import IGNORE, number_segments, shifted_labels
 from medusa_decoding.training.loss.language import distillation_loss, language_loss
 from medusa_decoding.training.loss.medusa import head_weights, medusa_loss
 
@@ -176,20 +176,6 @@ class _Fixed(nn.Module):
 
     def forward(self, states):
         return self.rows[: len(states)]
-
-
-def test_parts_with_a_common_normaliser_add_up_to_the_whole_batch():
-    heads = random_heads(token_map=MAP)
-    texts = [random_text(length, seed=length) for length in (8, 17, 5)]
-    hidden, labels = (torch.cat(parts) for parts in zip(*texts, strict=True))
-    numbers = torch.tensor([0] * 8 + [1] * 17 + [2] * 5)
-    whole = medusa_loss(hidden, heads, labels, segments=numbers)
-    counts = sum(head_targets(part, heads).counts for _, part in texts)
-    assert counts.tolist() == whole.counts.tolist()
-    parts = sum(medusa_loss(states, heads, part, normaliser=counts).loss for states, part in texts)
-    torch.testing.assert_close(parts, whole.loss, rtol=1e-12, atol=0)
-    mean_of_means = sum(medusa_loss(states, heads, part).loss for states, part in texts) / 3
-    assert abs(mean_of_means - whole.loss) > 1e-3
 
 
 def test_head_weights_by_formula():

@@ -14,7 +14,7 @@ from medusa_decoding import MedusaHeads
 from medusa_decoding.training.data.encoding import Example
 from medusa_decoding.training.data.packing import PackedDataset, collate, fit, model_inputs
 from medusa_decoding.training.data.records import Report
-from medusa_decoding.training.data.targets import IGNORE, head_targets, number_segments
+from medusa_decoding.training.data.targets import IGNORE, number_segments
 from medusa_decoding.training.loss.language import language_loss
 from medusa_decoding.training.loss.medusa import medusa_loss
 
@@ -188,24 +188,6 @@ def test_gradients_of_packed_and_separate_conversations_are_equal():
     for one, p in zip(packed, [*base.parameters(), *heads.parameters()], strict=True):
         assert one.abs().max() > 1e-5
         torch.testing.assert_close(one, p.grad, rtol=1e-3, atol=1e-5)
-
-
-def test_targets_never_cross_a_border():
-    these = examples(LENGTHS, learnt=1.1)
-    heads = MedusaHeads(2, VOCAB, 4)
-    data, batch = batch_of(these, 14)
-    numbers, labels = number_segments(batch["position_ids"]), batch["labels"].flatten()
-    found = head_targets(labels, heads, numbers).index.view(4, len(data), 14)
-    for row, members in enumerate(data.rows):
-        expected = [[IGNORE] * 14 for _ in range(4)]
-        start = 0
-        for member in members:
-            ids = these[member].ids.tolist()
-            for k in range(4):
-                for t in range(len(ids) - 2 - k):
-                    expected[k][start + t] = ids[t + 2 + k]
-            start += len(ids)
-        assert found[:, row].tolist() == expected
 
 
 @given(st.lists(st.integers(1, 20), min_size=1, max_size=40))
