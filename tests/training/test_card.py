@@ -67,15 +67,12 @@ def table(text, first):
     return found
 
 
-def front_matter(text):
-    return yaml.safe_load(re.match(r"---\n(.*?)\n---\n\n# ", text, re.DOTALL)[1])
-
-
 def test_local_paths_are_not_written_as_hub_names(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "chats.jsonl").write_text("")
     local = config(model={"name": str(tmp_path / "model")}, data={"train": [{"path": str(tmp_path / "chats.jsonl")}]})
-    assert set(front_matter(card_text(facts(config=local)))) == {"library_name", "tags"}
+    front_matter = re.match(r"---\n(.*?)\n---\n\n# ", card_text(facts(config=local)), re.DOTALL)[1]
+    assert set(yaml.safe_load(front_matter)) == {"library_name", "tags"}
 
 
 def test_accuracies_and_expected_tokens_by_hand():

@@ -402,12 +402,9 @@ def test_turns_without_targets_are_dropped_and_reported(tmp_path):
     }
 
 
-def test_parts_of_text_are_joined_and_a_system_message_is_added(tmp_path):
-    parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
-    record = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "Hello"}]}
+def test_a_system_message_is_added(tmp_path):
     own = {"messages": [{"role": "system", "content": "Own"}, *MESSAGES["messages"]]}
-    path = write_lines(tmp_path / "a.jsonl", record, own)
-    first, second = read(path, system="Be brief.")
+    first, second = read(write_lines(tmp_path / "a.jsonl", MESSAGES, own), system="Be brief.")
     assert first.messages == ({"role": "system", "content": "Be brief."}, *EXPECTED)
     assert second.messages == ({"role": "system", "content": "Own"}, *EXPECTED)
 
