@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Sequence
 
 import pytest
-from simulation import BETTER, GOOD, USELESS, commit
+from simulation import GOOD
 
 from medusa_decoding import Tree
 from medusa_decoding.decode.adaptive.acceptance import AcceptanceModel, TreeSet
@@ -69,15 +69,3 @@ def test_one_tree_informs_all_others_and_the_error_shrinks_with_memory(first, de
         assert bias < 0.05, memory
     assert errors[1000] < 0.03
     assert errors[10] > 3 * errors[1000]
-
-
-def test_old_observations_are_forgotten():
-    model, draws = AcceptanceModel(TreeSet(GOOD), memory=16), random.Random(0)
-    tree = model.tree_set.trees[3]
-    for _ in range(400):
-        model.observe(3, [commit(tree, BETTER, draws)])
-    before = model.tokens[3]
-    for _ in range(48):
-        model.observe(3, [commit(tree, USELESS, draws)])
-    assert before > 2.2
-    assert model.tokens[3] < 1.3

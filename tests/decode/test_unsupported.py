@@ -66,9 +66,16 @@ class RotaryByLength(llama.LlamaRotaryEmbedding):
         return super().forward(x, position_ids / (1 + position_ids.max() // 8))
 
 
-def of_class(cls):
+def of_class(cls, place=""):
     def change(model, monkeypatch):
-        model.__class__ = cls
+        model.get_submodule(place).__class__ = cls
+
+    return change
+
+
+def configured(name, value):
+    def change(model, monkeypatch):
+        setattr(model.config, name, value)
 
     return change
 
@@ -99,10 +106,6 @@ def negated_first(function):
     return call
 
 
-def other_decoder(model, monkeypatch):
-    model.model.__class__ = ScaledEmbeddings
-
-
 def registered(name, function):
     def change(model, monkeypatch):
         monkeypatch.setitem(AttentionInterface._global_mapping, name, function)
@@ -121,14 +124,6 @@ def registered_mask(model, monkeypatch):
     monkeypatch.setitem(AttentionMaskInterface._global_mapping, "sdpa", without_the_first)
 
 
-def fewer_layers(model, monkeypatch):
-    model.config.num_hidden_layers = 1
-
-
-def not_causal(model, monkeypatch):
-    model.config.is_causal = False
-
-
 def global_hook(model, monkeypatch):
     def hook(module, args, out):
         if isinstance(module, LlamaForCausalLM):
@@ -143,7 +138,7 @@ REFUSED = {
         r"base_model: expected the forward .*ScaledLogits's \(test_unsupported\.Scaled",
     ),
     "decoder": (
-        other_decoder,
+        of_class(ScaledEmbeddings, "model"),
         r"base_model\.model: expected the forward .*test_unsupported\.ScaledEmbeddings\.forward",
     ),
     "inputs": (of_class(OtherInputs), r"base_model: expected transformers' own prepare_inputs_for_generation, got Oth"),
@@ -162,8 +157,11 @@ REFUSED = {
         r"layers\.0\.self_attn: expected .* got test_unsupported\.negated_first.* as attention implementation 'mine'",
     ),
     "mask": (registered_mask, r"layers\.0\.self_attn: expected .*registered_mask.* implementation 'sdpa'"),
-    "fewer layers": (fewer_layers, r"base_model\.model\.layers: expected at most config\.num_hidden_layers = 1, .*2;"),
-    "not causal": (not_causal, r"expected causal attention, got is_causal=False"),
+    "fewer layers": (
+        configured("num_hidden_layers", 1),
+        r"base_model\.model\.layers: expected at most config\.num_hidden_layers = 1, .*2;",
+    ),
+    "not causal": (configured("is_causal", False), r"expected causal attention, got is_causal=False"),
     "global hook": (global_hook, r"base_model: expected no global forward hooks"),
 }
 
@@ -296,25 +294,18 @@ class Head(nn.Linear):
         return -super().forward(hidden)
 
 
-def module_of_class(place, cls):
-    def change(model, monkeypatch):
-        model.get_submodule(place).__class__ = cls
-
-    return change
-
-
 def biased(model, monkeypatch):
     model.lm_head.bias = nn.Parameter(torch.linspace(-9, 9, 11))
 
 
 TAKES_EFFECT = {
-    "layer": module_of_class("model.layers.1", Layer),
-    "MLP": module_of_class("model.layers.0.mlp", Mlp),
-    "embedding": module_of_class("model.embed_tokens", Embedding),
-    "norm": module_of_class("model.norm", Norm),
-    "lm_head": module_of_class("lm_head", Head),
+    "layer": of_class(Layer, "model.layers.1"),
+    "MLP": of_class(Mlp, "model.layers.0.mlp"),
+    "embedding": of_class(Embedding, "model.embed_tokens"),
+    "norm": of_class(Norm, "model.norm"),
+    "lm_head": of_class(Head, "lm_head"),
     "bias": biased,
-    "rotation": module_of_class("model.rotary_emb", Rotary),
+    "rotation": of_class(Rotary, "model.rotary_emb"),
 }
 
 
