@@ -1,9 +1,13 @@
 """Calls of transformers' generate with and without heads, and helpers for the tests of them."""
 
+import contextlib
+import threading
+
+import pytest
 import torch
 from models import VOCAB
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import DynamicCache, PreTrainedTokenizerFast, TextIteratorStreamer
 
 from medusa_decoding import Tree, medusa_generate
 from medusa_decoding.huggingface.model_cache import _cache
@@ -46,15 +50,36 @@ def one_letter_per_token():
 
 
 class Recorder:
-    """A streamer that records its calls; `fail_at` makes it raise at that token."""
+    """A streamer that records its calls; calls `at(count of put)` at each `put`, the first of which is the prompt's."""
 
-    def __init__(self, fail_at=None):
-        self.values, self.ended, self.fail_at = [], 0, fail_at
+    def __init__(self, at=lambda seen: None):
+        self.values, self.ended, self.at = [], 0, at
 
     def put(self, value):
-        if len(self.values) == self.fail_at:
-            raise InterruptedError("the reader has gone")
+        assert not self.ended
+        assert value.device.type == "cpu"
         self.values.append(value.tolist())
+        self.at(len(self.values))
 
     def end(self):
         self.ended += 1
+
+
+def read_by_thread(tokenizer, generate, error=None):
+    """Return the text that another thread reads from the streamer of a generation, which may have to fail."""
+    streamer, read = TextIteratorStreamer(tokenizer, skip_prompt=True), []
+    reader = threading.Thread(target=lambda: read.append("".join(streamer)), daemon=True)
+    reader.start()
+    with pytest.raises(error) if error else contextlib.nullcontext():
+        generate(streamer=streamer)
+    reader.join(timeout=30)
+    assert streamer.text_queue.empty(), "ended twice"
+    [text] = read
+    return text
+
+
+def filled():
+    """A cache of two tokens."""
+    cache = DynamicCache()
+    cache.update(torch.zeros(1, 2, 2, 8), torch.zeros(1, 2, 2, 8), 0)
+    return cache

@@ -1,17 +1,14 @@
 """`custom_generate=medusa_generate`: streamers, pipelines, heads by name, peft, and what is refused."""
 
 import functools
-import threading
 
 import pytest
 import torch
-from calls import IDS, NEW, TREE, Recorder, attentions, kept, plain, with_heads
+from calls import IDS, NEW, TREE, Recorder, attentions, filled, kept, plain, read_by_thread, with_heads
 from models import heads_for, prompts, tiny, transformers_greedy
 from transformers import (
-    DynamicCache,
     EosTokenCriteria,
     MaxLengthCriteria,
-    TextIteratorStreamer,
     pipeline,
 )
 
@@ -48,36 +45,17 @@ def test_a_streamer_given_by_position_or_through_wrappers_is_found(model, heads)
 
 def test_a_streamer_read_in_another_thread_ends_also_after_a_failure(model, heads, tokenizer):
     [row] = prompts(1, [6])
-
-    class FailingError(Exception):
-        pass
-
-    def fail(input_ids, scores):
-        raise FailingError
-
-    for kwargs, errors in (
-        ({}, ()),
-        ({"logits_processor": [fail]}, FailingError),
+    expected = tokenizer.decode(transformers_greedy(model, row, NEW))
+    for kwargs, error in (
+        ({}, None),
+        ({"logits_processor": [lambda ids, scores: 1 / 0]}, ZeroDivisionError),
         ({"tree": [[0]]}, ValueError),
         ({"heads": None}, ValueError),
         ({"guidance_scale": 2.0}, ValueError),
     ):
-        streamer = TextIteratorStreamer(tokenizer, skip_prompt=True, timeout=30)
-        raised = []
-
-        def write(streamer=streamer, kwargs=kwargs, errors=errors, raised=raised):
-            try:
-                with_heads(model, **({"heads": heads} | kwargs), ids=row[None], streamer=streamer)
-            except errors as error:
-                raised.append(error)
-
-        thread = threading.Thread(target=write)
-        thread.start()
-        text = "".join(streamer)
-        thread.join()
-        assert len(raised) == bool(errors)
-        assert streamer.text_queue.empty()
-        assert text == ("" if errors else tokenizer.decode(transformers_greedy(model, row, NEW)))
+        settings = {"heads": heads, "ids": row[None]} | kwargs
+        text = read_by_thread(tokenizer, functools.partial(with_heads, model, **settings), error)
+        assert text == ("" if error else expected)
 
 
 def test_other_callers_are_refused(model, heads):
@@ -146,13 +124,6 @@ def test_a_text_generation_pipeline(model, heads, tokenizer):
     assert got == expected
     assert len({len(text["generated_text"]) for [text] in got}) > 1, "no text ends early"
     assert kept(model), "the pipeline did not call medusa_generate"
-
-
-def filled():
-    """A cache of two tokens."""
-    cache = DynamicCache()
-    cache.update(torch.zeros(1, 2, 2, 8), torch.zeros(1, 2, 2, 8), 0)
-    return cache
 
 
 @pytest.fixture

@@ -8,11 +8,10 @@ import threading
 
 import pytest
 import torch
-from calls import TREE, attentions, with_heads
+from calls import TREE, Recorder, attentions, with_heads
 from models import heads_for, prompts, tiny, transformers_greedy
-from oracles import byte_tokenizer, new_tokens
-from test_robustness import Streamer, in_threads
-from transformers import TextIteratorStreamer
+from oracles import new_tokens
+from test_robustness import in_threads
 
 from medusa_decoding import MedusaModel, Session, Tree
 from medusa_decoding.backbone.attention_swap import TreeAttention
@@ -53,7 +52,7 @@ def text(medusa, row, **settings):
 def calling(function, place):
     """Settings of `generate` with which a streamer, a criterion or a processor calls a function for each token."""
     return {
-        "streamer": {"streamer": Streamer(function)},
+        "streamer": {"streamer": Recorder(function)},
         "criterion": {"stopping_criteria": [function]},
         "processor": {"logits_processor": [function]},
     }[place]
@@ -71,7 +70,7 @@ def test_threads_share_a_model(model, in_one_call_at_a_time, objects):
     def write(thread):
         for turn in range(len(SETTINGS)):
             index = (turn + 3 * thread) % len(SETTINGS)
-            streamer = Streamer() if turn % 2 else None
+            streamer = Recorder() if turn % 2 else None
             medusa = medusas[(thread + turn) % objects]
             got[thread, index] = text(medusa, rows[index], streamer=streamer, **SETTINGS[index])
             assert streamer is None or [token for [token] in streamer.values[1:]] == expected[index]
@@ -149,34 +148,10 @@ def test_a_generation_within_a_generation(model, tree):
                 got.append(text(medusa, rows[2]))
             return args[-1]
 
-        within = Streamer(lambda seen: got.append(text(medusa, rows[1], logits_processor=[innermost])))
+        within = Recorder(lambda seen: got.append(text(medusa, rows[1], logits_processor=[innermost])))
         assert text(medusa, rows[0], streamer=within, max_new_tokens=4) == expected[0][:4]
         assert text(medusa, rows[0]) == expected[0]
     assert got == [expected[2]] * 4 + [expected[1]] * 5
-
-
-def test_a_streamers_reader_may_end_the_with_block(model):
-    """`with` ends while the generation's thread returns: undo waits for it."""
-    model = tiny(vocab_size=256)
-    [row] = prompts(1, [6])
-    tokenizer = byte_tokenizer()
-    expected = tokenizer.decode(transformers_greedy(model, row, NEW))
-    for _ in range(5):
-        streamer, errors = TextIteratorStreamer(tokenizer, skip_prompt=True), []
-
-        def write(streamer=streamer, errors=errors):
-            try:
-                medusa.generate(row[None], max_new_tokens=NEW, streamer=streamer)
-            except BaseException as error:
-                errors.append(error)
-
-        with MedusaModel(model, heads_for(model), TREE) as medusa:
-            thread = threading.Thread(target=write)
-            thread.start()
-            assert "".join(streamer) == expected
-        assert not any(isinstance(attention, TreeAttention) for attention in attentions(model))
-        thread.join(timeout=60)
-        assert errors == []
 
 
 @pytest.mark.parametrize(("what", "place"), [("undo", "streamer"), ("suspend", "criterion"), ("undo", "processor")])
@@ -200,7 +175,7 @@ def test_undo_by_another_thread_waits(model):
     for _ in range(3):
         medusa, got = MedusaModel(model, heads_for(model), TREE), []
         begun = threading.Event()
-        streamer = Streamer(lambda seen, begun=begun: begun.set())
+        streamer = Recorder(lambda seen, begun=begun: begun.set())
         writer = threading.Thread(
             target=lambda medusa=medusa, got=got, streamer=streamer: got.append(text(medusa, row, streamer=streamer))
         )

@@ -102,13 +102,11 @@ def test_a_call_within_a_call_and_a_medusa_model_of_the_same_base(model, heads):
     expected = [transformers_greedy(model, row, NEW) for row in rows]
     own, inner = attentions(model), []
 
-    class Nested(Recorder):
-        def put(self, value):
-            super().put(value)
-            if len(self.values) == 5:
-                inner.append(with_heads(model, heads, rows[1][None])[0, 6:].tolist())
+    def write(seen):
+        if seen == 5:
+            inner.append(with_heads(model, heads, rows[1][None])[0, 6:].tolist())
 
-    assert with_heads(model, heads, rows[0][None], streamer=Nested())[0, 6:].tolist() == expected[0]
+    assert with_heads(model, heads, rows[0][None], streamer=Recorder(write))[0, 6:].tolist() == expected[0]
     assert inner == [expected[1]]
     assert attentions(model) == own
     with MedusaModel(model, heads, TREE) as medusa:

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import torch
+from calls import Recorder
 from models import FAMILIES, MORE_FAMILIES, VOCAB, heads_for, padded, prompts, tiny, transformers_greedy
 from oracles import assert_some_accepted
 from transformers.generation import logits_process as lp
@@ -22,10 +23,7 @@ from medusa_decoding.decode.selection.typical import TypicalAcceptance
 from medusa_decoding.linears.packed import PackedLinear
 from medusa_kernels import quantised
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 NEW = 24
 NODES_64 = Tree.optimal([[0.5, 0.2, 0.1, 0.05], [0.4, 0.2, 0.1, 0.05], [0.3, 0.2, 0.1], [0.2, 0.1]], 64)
 TREES = {"plain": Tree([]), "chain": Tree.chain(4), "nodes64": NODES_64}
@@ -179,7 +177,7 @@ def test_threads_on_streams_of_their_own_replay_in_turn(objects):
                 for turn in range(9):
                     given = dict(settings[(thread + turn) % 3])
                     if given.pop("streamer", False):
-                        given["streamer"] = Streamer()
+                        given["streamer"] = Recorder()
                     medusa = medusas[(thread + turn) % objects]
                     output = medusa.generate(rows[thread % 2][None], max_new_tokens=100, **given)
                     got.append((thread % 2, output.sequences[0, 9:].tolist()))
@@ -194,17 +192,6 @@ def test_threads_on_streams_of_their_own_replay_in_turn(objects):
     assert errors == []
     assert len(got) == 36
     assert all(text == expected[row] for row, text in got)
-
-
-class Streamer:
-    def __init__(self):
-        self.got, self.ended = [], 0
-
-    def put(self, value):
-        self.got.append(value.flatten().tolist())
-
-    def end(self):
-        self.ended += 1
 
 
 def test_a_captured_step_neither_allocates_nor_synchronises():

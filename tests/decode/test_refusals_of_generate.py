@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from calls import IDS, Recorder, with_heads
+from calls import IDS, Recorder, filled, with_heads
 from models import heads_for, tiny
-from transformers import DynamicCache, GenerationConfig
+from transformers import GenerationConfig
 
 from medusa_decoding import MedusaModel
 from medusa_decoding.generation import settings
@@ -23,12 +23,6 @@ def named(text):
     """Names in backticks; if the text is a table, those in the first cell of each row."""
     rows = re.findall(r"^\| `(\w+)`", text, re.MULTILINE)
     return rows or re.findall(r"`(\w+)`", text)
-
-
-def filled():
-    cache = DynamicCache()
-    cache.update(torch.zeros(1, 2, 2, 8), torch.zeros(1, 2, 2, 8), 0)
-    return cache
 
 
 FIELD_VALUES = {

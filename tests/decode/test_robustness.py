@@ -1,11 +1,9 @@
 """Failures and recovery: broken models, interrupts, several models, threads, memory.
 
-Elsewhere: empty prompts and other bad arguments, a streamer that fails (test_model); prompts up to the context limit
-and past it, EOS lists, bfloat16 (test_greedy); copies and saved files of a swapped model (test_attention); steps that
-are rebuilt, calls within inference mode (test_states); non-finite logits by either route of sampling
-(test_sampling); processors that fail (test_processors); sessions after a failure (test_session); what does not fit
-into memory (test_memory); transformers' own generate in several threads (test_model_cache); kernels that are
-given NaN (tests/kernels).
+Elsewhere: empty prompts and other bad arguments (test_model); prompts up to the context limit and past it, EOS lists,
+bfloat16 (test_greedy); copies and saved files of a swapped model (test_attention); steps that are rebuilt, calls within
+inference mode (test_states); a streamer whose end fails (test_stopping); sessions after a failure (test_session); what
+does not fit into memory (test_memory); kernels that are given NaN (tests/kernels).
 """
 
 import contextlib
@@ -23,9 +21,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from calls import Recorder, read_by_thread
 from models import VOCAB, heads_for, padded, prompts, tiny, transformers_greedy
 from oracles import byte_tokenizer, new_tokens
-from transformers import TextIteratorStreamer
 
 from medusa_decoding import MedusaModel, Session, Tree
 from medusa_decoding.backbone.attention_swap import TreeAttention
@@ -60,20 +58,6 @@ def kept_states(monkeypatch):
     monkeypatch.setattr(StatePool, "keep", property(lambda self: 2, lambda self, value: None), raising=False)
 
 
-class Streamer:
-    """Counts; calls `at(tokens seen)` at each call of `put`, the first of which brings the prompt."""
-
-    def __init__(self, at=lambda seen: None):
-        self.values, self.ended, self.at = [], 0, at
-
-    def put(self, value):
-        self.values.append(value.tolist())
-        self.at(len(self.values))
-
-    def end(self):
-        self.ended += 1
-
-
 def right_again(medusa, row, count=12):
     """Check that the model and its base alone write the right text."""
     expected = transformers_greedy(medusa.base, row, count)
@@ -93,39 +77,17 @@ def hooked(module, hook):
 # Broken models
 
 
-def nan_in_a_layer(model):
-    model.model.layers[1].mlp.down_proj.weight[3, 5] = math.nan
-
-
-def nan_in_an_attention(model):
-    model.model.layers[0].self_attn.v_proj.weight[3, 5] = math.nan
-
-
-def nan_in_one_row_of_lm_head(model):
-    model.lm_head.weight[7, 2] = math.nan
-
-
-def infinity_in_one_row_of_lm_head(model):
-    model.lm_head.weight[7] = math.inf
-
-
-def infinity_in_the_norm(model):
-    model.model.norm.weight[4] = math.inf
-
-
-DAMAGES = [
-    nan_in_a_layer, nan_in_an_attention, nan_in_one_row_of_lm_head, infinity_in_one_row_of_lm_head, infinity_in_the_norm
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_a_weight_that_is_not_finite_is_an_error_before_any_token(medusa, damage):
+@pytest.mark.parametrize(
+    ("module", "place", "value"),
+    [("model.layers.1.mlp.down_proj", (3, 5), math.nan), ("lm_head", (7, 2), math.nan), ("lm_head", 7, math.inf)],
+)
+def test_a_weight_that_is_not_finite_is_an_error_before_any_token(medusa, module, place, value):
     [row] = prompts(1, [6])
     whole = {name: tensor.clone() for name, tensor in medusa.base.state_dict().items()}
     with torch.no_grad():
-        damage(medusa.base)
+        medusa.base.get_submodule(module).weight[place] = value
     for way, settings in WAYS.items():
-        streamer = Streamer()
+        streamer = Recorder()
         with pytest.raises(FloatingPointError, match=r"^model: .* NaN or infinity at step 0 .* in row 0$"):
             medusa.generate(row[None], max_new_tokens=20, streamer=streamer, **settings)
         assert streamer.values == [[row.tolist()]], way
@@ -223,7 +185,7 @@ def failing(*args):
         ({"acceptance": "typical", "do_sample": True}, ValueError),
     ],
 )
-def test_a_reader_in_another_thread_comes_to_an_end(medusa, settings, error):
+def test_a_reader_in_another_thread_comes_to_an_end(settings, error):
     model = tiny(vocab_size=256)
     [row] = prompts(1, [6])
     tokenizer = byte_tokenizer()
@@ -231,15 +193,8 @@ def test_a_reader_in_another_thread_comes_to_an_end(medusa, settings, error):
     settings = {"max_new_tokens": 12} | settings
     with torch.no_grad():
         model.model.norm.weight[0] *= settings.pop("weight", 1.0)
-    streamer, read = TextIteratorStreamer(tokenizer, skip_prompt=True), []
-    reader = threading.Thread(target=lambda: read.append("".join(streamer)), daemon=True)
-    reader.start()
     with MedusaModel(model, heads_for(model), TREE) as medusa:
-        with pytest.raises(error) if error else contextlib.nullcontext():
-            medusa.generate(row[None], streamer=streamer, **settings)
-        reader.join(timeout=5)
-    assert read == [expected]
-    assert streamer.text_queue.empty(), "ended twice"
+        assert read_by_thread(tokenizer, functools.partial(medusa.generate, row[None], **settings), error) == expected
 
 
 # Interrupts
@@ -262,7 +217,7 @@ def interrupted(place, count):
     """Settings of a generation that is interrupted somewhere."""
     call = interrupt_at(count)
     return {
-        "streamer": {"streamer": Streamer(lambda seen: call(seen) if seen > 1 else None)},
+        "streamer": {"streamer": Recorder(lambda seen: call(seen) if seen > 1 else None)},
         "criterion": {"stopping_criteria": [lambda ids, scores: call(False)]},
         "processor": {"logits_processor": [call]},
         "prefix": {"prefix_allowed_tokens_fn": lambda row, text: call(list(range(VOCAB)))},
@@ -298,7 +253,7 @@ def test_an_interrupt_leaves_everything_usable(monkeypatch, kept_states, place, 
             assert torch.is_grad_enabled()
             assert not torch.is_inference_mode_enabled()
             assert transformers_greedy(model, row, 20) == expected
-            streamer = Streamer()
+            streamer = Recorder()
             output = medusa.generate(row[None], max_new_tokens=20, streamer=streamer)
             assert new_tokens(output, 6) == [expected]
             assert [value for [value] in streamer.values[1:]] == expected
@@ -308,42 +263,6 @@ def test_an_interrupt_leaves_everything_usable(monkeypatch, kept_states, place, 
 
 
 # Several models
-
-
-class Nested(Streamer):
-    """Runs other generations between a generation's tokens."""
-
-    def __init__(self, *others):
-        self.texts = []
-        super().__init__(lambda seen: self.texts.append([other() for other in others]) if seen in (2, 5, 6) else None)
-
-
-def test_models_take_turns(kept_states):
-    """Two of them share their heads; one is undone between two tokens of another."""
-    [row] = prompts(1, [6])
-    models = [tiny(seed=0), tiny(seed=3), tiny("qwen3", seed=4)]
-    expected = [transformers_greedy(model, row, 20) for model in models]
-    assert expected[0] != expected[1] != expected[2]
-    heads = heads_for(models[0])
-    first, second = MedusaModel(models[0], heads, TREE), MedusaModel(models[1], heads, Tree.chain(3))
-    third = MedusaModel(models[2], heads_for(models[2]), Tree.cartesian([2, 2, 1]))
-
-    def text(medusa, **settings):
-        return new_tokens(medusa.generate(row[None], max_new_tokens=20, **settings), 6)[0]
-
-    nested = Nested(lambda: text(second), lambda: text(first), lambda: text(third))
-    assert text(first, streamer=nested) == expected[0]
-    assert nested.texts == [[expected[1], expected[0], expected[2]]] * 3
-    streamer = Streamer(lambda seen: second.undo() if seen == 4 else None)
-    assert text(first, streamer=streamer) == expected[0]
-    assert not any(isinstance(module, TreeAttention) for module in models[1].modules())
-    with pytest.raises(ValueError, match=r"after undo\(\)"):
-        text(second)
-    assert text(third) == expected[2]
-    with MedusaModel(models[1], heads, TREE) as again:
-        assert text(again) == expected[1]
-    for model, wanted in zip(models, expected, strict=True):
-        assert transformers_greedy(model, row, 20) == wanted
 
 
 def test_one_base_model_twice(kept_states):
@@ -356,11 +275,16 @@ def test_one_base_model_twice(kept_states):
     def text(medusa, **settings):
         return new_tokens(medusa.generate(row[None], max_new_tokens=20, **settings), 6)[0]
 
-    nested = Nested(lambda: text(second), lambda: transformers_greedy(model, row, 20))
-    assert text(first, streamer=nested) == expected
-    assert nested.texts == [[expected, expected]] * 3
+    within = []
+
+    def write(seen):
+        if seen in (2, 5, 6):
+            within.extend([text(second), transformers_greedy(model, row, 20)])
+
+    assert text(first, streamer=Recorder(write)) == expected
+    assert within == [expected] * 6
     # The swap outlives the first owner, also if that owner ends while the other is generating.
-    assert text(second, streamer=Streamer(lambda seen: first.undo() if seen == 3 else None)) == expected
+    assert text(second, streamer=Recorder(lambda seen: first.undo() if seen == 3 else None)) == expected
     assert text(second) == transformers_greedy(model, row, 20) == expected
     second.undo()
     assert not any(isinstance(module, TreeAttention) for module in model.modules())
@@ -494,13 +418,6 @@ def test_fp16_runs_on_a_cpu(way):
         assert (logits.amax(-1) - logits[range(20), got] <= 2 * step).all()
 
 
-def test_double_precision_is_refused_and_unchanged():
-    model = tiny(dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"^base_model: expected .* got torch\.float64$"):
-        MedusaModel(model, heads_for(model))
-    assert not any(isinstance(module, TreeAttention) for module in model.modules())
-
-
 # Memory after a generation
 
 
@@ -582,10 +499,10 @@ def kinds_prepare(model):
         (None, lambda: {"output_scores": True, "output_logits": True}),
         (None, lambda: {"eos_token_id": [3, 4], "min_new_tokens": 2, "max_new_tokens": 2}),
         (None, lambda: {"metrics": True, "session": Session()}),
-        (None, lambda: {"streamer": Streamer()}),
+        (None, lambda: {"streamer": Recorder()}),
         (None, lambda: stops),
         (ValueError, lambda: {"max_new_tokens": 0}),
-        (KeyboardInterrupt, lambda: {"streamer": Streamer(interrupt_at(2))}),
+        (KeyboardInterrupt, lambda: {"streamer": Recorder(interrupt_at(2))}),
         (ZeroDivisionError, lambda: {"logits_processor": [failing]}),
         (FloatingPointError, lambda: {"broken": True}),
     ]
