@@ -6,7 +6,7 @@ import importlib
 import numpy as np
 import pytest
 import torch
-from models import VOCAB, heads_for, padded, prompts, tiny, transformers_greedy
+from models import VOCAB, heads_for, padded, prompts, rope, tiny, transformers_greedy
 from transformers.generation.streamers import BaseStreamer
 
 from medusa_decoding import MedusaHeads, MedusaModel, Tree
@@ -106,14 +106,6 @@ def test_eos_is_accepted_in_every_form(medusa, eos):
         assert output.sequences[0, 6:].tolist() == transformers_greedy(medusa.base, row, 15, **kwargs)
 
 
-def test_generate_after_undo_is_refused():
-    model = tiny()
-    medusa = MedusaModel(model)
-    medusa.undo()
-    with pytest.raises(ValueError, match="after undo"):
-        medusa.generate(IDS)
-
-
 def test_autocast_is_refused(no_work):
     with torch.autocast("cpu", dtype=torch.bfloat16), pytest.raises(ValueError, match="autocast: expected off"):
         no_work.generate(IDS)
@@ -159,16 +151,15 @@ def test_rows_that_end_early_stay_within_a_cache_without_slack(monkeypatch, tree
 
 @pytest.mark.parametrize("scaling", ["dynamic", "yarn"])
 def test_scaled_rope_stretches_the_context_limit(scaling):
-    rope = {"rope_type": scaling, "factor": 4.0, "rope_theta": 10000.0}
-    if scaling == "yarn":
-        rope["original_max_position_embeddings"] = 32
-    model = tiny(max_position_embeddings=32, rope_parameters=rope)
+    trained = {"original_max_position_embeddings": 32} if scaling == "yarn" else {}
+    settings = {"max_position_embeddings": 32, **rope(scaling, factor=4.0, **trained)}
+    model = tiny(**settings)
     [row] = prompts(1, [40])
     with MedusaModel(model) as medusa:
         got = medusa.generate(row[None], max_new_tokens=5).sequences[0, 40:].tolist()
         with pytest.raises(ValueError, match="fewer than 128"):
             medusa.generate(torch.ones(1, 128, dtype=torch.int64))
-    assert got == transformers_greedy(tiny(max_position_embeddings=32, rope_parameters=rope), row, 5)
+    assert got == transformers_greedy(tiny(**settings), row, 5)
 
 
 @pytest.mark.parametrize(
@@ -177,6 +168,7 @@ def test_scaled_rope_stretches_the_context_limit(scaling):
         (lambda m: MedusaModel(m, MedusaHeads(16, VOCAB, 1)), "hidden_size 32 like the base model, got 16"),
         (lambda m: MedusaModel(m, MedusaHeads(32, 12, 1)), "vocab_size 11 like the base model, got 12"),
         (lambda m: MedusaModel(m, MedusaHeads(32, VOCAB, 1, dtype=torch.bfloat16)), "torch.float32 on cpu"),
+        (lambda m: MedusaModel(m.double()), r"^base_model: expected .* got torch\.float64$"),
         (lambda m: MedusaModel(m, MedusaHeads(32, VOCAB, 1), Tree.chain(2)), r"path \[0, 0\] has depth 2"),
         (
             lambda m: MedusaModel(m, None, Tree.chain(1)),
@@ -201,21 +193,6 @@ def test_compiled_step_equals_eager(medusa, tmp_path, monkeypatch):
         output = compiled.generate(ids, mask, max_new_tokens=20)
     assert output.sequences[:, ids.shape[1] :].tolist() == expected
     assert output.steps < 3 * 19
-
-
-def test_compiled_steps_use_changed_weights(medusa, monkeypatch):
-    monkeypatch.setattr("torch.compile", functools.partial(torch.compile, backend="aot_eager"))
-    [row] = prompts(1, [9])
-    with MedusaModel(medusa.base, medusa.heads, Tree.chain(2), backend="compiled") as compiled:
-        before = compiled.generate(row[None], max_new_tokens=16).sequences[0, 9:].tolist()
-        step = compiled._steps.get(compiled.tree, "compiled")
-        assert compiled._steps.get(compiled.tree, "compiled") is step
-        with torch.no_grad():
-            medusa.base.model.layers[0].mlp.down_proj.weight.mul_(-1.5)
-        expected = transformers_greedy(medusa.base, row, 16)
-        assert expected != before
-        assert compiled.generate(row[None], max_new_tokens=16).sequences[0, 9:].tolist() == expected
-        assert compiled._steps.get(compiled.tree, "compiled") is not step
 
 
 def test_graphs_need_cuda(medusa):
