@@ -27,6 +27,8 @@ SERVING = {"fastapi", "llguidance", "prometheus-client", "starlette", "uvicorn"}
 """Libraries of `medusa serve`."""
 RAY = {"ray"}
 """Libraries of servers and files of prompts over a cluster."""
+GGUF = {"gguf"}
+"""The library for GGUF files; `check_gguf` says so where it is missing."""
 
 
 def imported_modules(source: str) -> Iterator[str]:
@@ -70,7 +72,7 @@ def names(requirements: list[str]) -> set[str]:
 
 
 def test_every_import_is_declared_and_every_declaration_imported(imported: set[str], project: dict[str, Any]) -> None:
-    assert imported - OPTIONAL - SERVING - RAY == names(project["dependencies"])
+    assert imported - OPTIONAL - SERVING - RAY - GGUF == names(project["dependencies"])
 
 
 def test_optional_libraries_are_those_of_training(imported: set[str], project: dict[str, Any]) -> None:

@@ -12,6 +12,7 @@ import functools
 import importlib
 import logging
 import os
+import threading
 from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ _HUB_ARGUMENTS = (
     "gguf_file",
 )
 
+_parsing = threading.Lock()
 _MAY_BE_MISSING = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
 # A regular expression, as transformers wants it.
 _HEADS = r"^medusa_head\."
@@ -87,17 +89,28 @@ def read_file(name: str | Path, *, argument: str = "base_model", **hub: Any) -> 
 
 @functools.lru_cache(maxsize=4)
 def _gguf_config(file: Path, changed: int) -> dict[str, Any]:
-    """Read a config from a GGUF file, which takes seconds."""
-    raw: dict[str, Any] = PretrainedConfig.get_config_dict(file.parent, gguf_file=file.name)[0]
-    return raw | _gguf_rope(file, raw.get("rope_theta", 10_000.0))
+    """Read a config from a GGUF file, which `GGUFReader` takes seconds to parse: once for transformers and for us."""
+    gguf: Any = importlib.import_module("gguf")
+    parsed: list[Any] = []
+
+    def kept(*given: Any) -> Any:
+        parsed.append(parse(*given))
+        return parsed[0]
+
+    with _parsing:
+        parse, gguf.GGUFReader = gguf.GGUFReader, kept
+        try:
+            raw: dict[str, Any] = PretrainedConfig.get_config_dict(file.parent, gguf_file=file.name)[0]
+        finally:
+            gguf.GGUFReader = parse
+    return raw | _gguf_rope(parsed[0], raw.get("rope_theta", 10_000.0))
 
 
-def _gguf_rope(file: Path, theta: float) -> dict[str, Any]:
+def _gguf_rope(reader: Any, theta: float) -> dict[str, Any]:
     """Return the `rope_parameters` of a GGUF file with scaled rotary embeddings, which transformers leaves out.
 
     llama.cpp stores Llama 3's as what each frequency is divided by.
     """
-    reader = importlib.import_module("gguf").GGUFReader(file)
     held = {
         name.partition(".rope.scaling.")[2]: field.parts[field.data[0]]
         for name, field in reader.fields.items()
