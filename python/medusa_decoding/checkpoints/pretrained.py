@@ -120,12 +120,12 @@ def _gguf_rope(reader: Any, theta: float) -> dict[str, Any]:
     divisors = next((torch.tensor(one.data) for one in reader.tensors if one.name == "rope_freqs.weight"), None)
     scaling: dict[str, Any] = {"rope_type": kind, "rope_theta": theta}
     if divisors is not None:
-        factor = float(divisors.max())
+        factor, low, high, original = float(divisors.max()), 1.0, 4.0, 8192
         wavelengths = 2 * torch.pi * theta ** (torch.arange(len(divisors)) / len(divisors))
-        smooth = ((8192 / wavelengths - 1) / 3).clamp(0, 1)
+        smooth = ((original / wavelengths - low) / (high - low)).clamp(0, 1)
         if not torch.allclose(divisors, 1 / ((1 - smooth) / factor + smooth), rtol=1e-3):
             raise ValueError("rope_freqs.weight: expected the scaling of Llama 3.1 to 3.3, got another")
-        found = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+        found = {"low_freq_factor": low, "high_freq_factor": high, "original_max_position_embeddings": original}
         return {"rope_parameters": scaling | found | {"rope_type": "llama3", "factor": factor}}
     if kind == "none":
         return {}

@@ -37,7 +37,7 @@ LIMITS = {"max_items_in_row": 8_000, "step_max_items": 20_000, "max_lexer_states
 WHITESPACE = r"[ \t\r\n]{1,50}"
 """White space between two parts of a JSON text. Bounded, as models that are unsure of a format repeat it endlessly."""
 UNSUPPORTED = re.compile(r"\(\?<?[=!>]|\\[bBZ1-9]")
-"""Parts of patterns that llguidance refuses: looking ahead or behind, word boundaries and references."""
+"""Parts of regular expressions that llguidance refuses: look-around, word boundaries and backreferences."""
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 """What Qwen's and Hermes' models write around a tool call."""
 
