@@ -184,8 +184,7 @@ Result argmax(const Argmax& a) {
               if (softcap > 0) logits = A::rounded(A::rounded(capped(A::rounded(logits / softcap), 1)) * softcap);
               if (noise != nullptr) logits = logits / float(a.temperature) + get<Float32>(noise + row, rows - row);
               for (int64_t lane = rows - row; lane < kLanes; ++lane) logits[lane] = kHidden;
-              I at;
-              for (int lane = 0; lane < kLanes; ++lane) at[lane] = int32_t(first + row) + lane;
+              const I at = lane_number() + int32_t(first + row);
               const auto above = exceeds(logits, best[token]);
               best_at[token] = above ? at : best_at[token];
               best[token] = above ? logits : best[token];

@@ -12,27 +12,34 @@ inline int64_t row_bytes(int64_t type, int64_t columns) {
 // Bytes of a row's zero points, or of its sum.
 inline int64_t zero_bytes(const Codes& codes) { return codes.type == kDynamicInt4 ? sizeof(float) : codes.groups; }
 
-// Vectors of one prepared token; one that is rounded to shorts ends with its scale.
+// Vectors of one prepared token. One of DynamicInt8 ends with what is added to its sums, and their scale, in all lanes.
 template <class W>
 MEDUSA_INLINE int64_t prepared_vectors(int64_t columns) {
   const int64_t steps = blocks(columns, W::kStep);
   if constexpr (std::is_same_v<W, DynamicInt4>) {
     return blocks(int64_t(sizeof(RoundedToken)) + (steps - 1) * int64_t(sizeof(RoundedToken::Step)), kBytes);
   } else {
-    return steps * W::kParts + kRounds<W>;
+    return steps * W::kParts + 2 * kRounds<W>;
   }
 }
 
 // Rounds a token to 8 bits.
 template <class A>
-inline void round_token(const typename A::T* from, int64_t columns, S* to) {
+inline void round_token(const typename A::T* from, int64_t columns, DynamicInt8::X* to) {
+  constexpr bool kByte = std::is_same_v<DynamicInt8::X, I>;
+  using Code = std::conditional_t<kByte, Quarters, Shorts>;
   const Rounding<A, false> code(from, columns);
-  const int64_t vectors = prepared_vectors<DynamicInt8>(columns) - 1;
-  for (int64_t i = 0; i < vectors * 2; ++i) {
-    const Shorts codes = __builtin_convertvector(__builtin_convertvector(code(i * kLanes), I), Shorts);
+  const int64_t vectors = prepared_vectors<DynamicInt8>(columns) - 2;
+  I added{};
+  for (int64_t i = 0; i < vectors * kBytes / int64_t(sizeof(Code)); ++i) {
+    const Code codes = __builtin_convertvector(__builtin_convertvector(code(i * kLanes), I), Code);
     store(reinterpret_cast<char*>(to) + i * int64_t(sizeof(codes)), codes);
   }
-  __builtin_memcpy(to + vectors, &code.scale, sizeof(code.scale));
+#if defined(__AVX512VNNI__)
+  for (int64_t i = 0; i < vectors; ++i) multiply(added, to[i], I(U{} + 0x80808080u));
+#endif
+  store(to + vectors, I{} - sums<1>(&added)[0]);
+  store(to + vectors + 1, all(code.scale));
 }
 
 // Puts tokens [tokens, columns] into the order in which the columns of a weight of `type` are multiplied, padded with
@@ -83,18 +90,35 @@ inline void prepare(const typename A::T* from, int64_t tokens, int64_t columns, 
   }
 }
 
-// Adds the lanes of each sum, of as many tokens at once as have a lane for each: out[token * stride + row].
-template <int kRows, int kTokens>
-MEDUSA_INLINE void finish(const F* acc, float* out, int64_t stride) {
+// Adds the lanes of each sum, of as many tokens at once as have a lane for each: out[token * stride + row]. Integers are
+// moved and scaled as the last two vectors of their tokens say, x[token * vectors - 2].
+template <int kRows, int kTokens, class V, class X>
+MEDUSA_INLINE void finish(const V* acc, const X* x, int64_t vectors, float* out, int64_t stride) {
   constexpr int kNow = kTokens * kRows >= kLanes ? kLanes / kRows : kTokens >= 2 && 2 * kRows < kLanes ? 2 : 1;
   constexpr int kApart = kLanes / (kNow * kRows);
-  F found = sums<kNow * kRows>(acc);
+  V found = sums<kNow * kRows>(acc);
   if constexpr (kApart > 1) found = shuffled<Every<kApart>>(found, found, typename EveryLane<kLanes>::type{});
+  F values;
+  if constexpr (std::is_same_v<V, I>) {
+    I added = load<I>(x + vectors - 2);
+    F scale = load<F>(x + vectors - 1);
+    MEDUSA_UNROLL
+    for (int t = 1; t < kNow; ++t) {
+      const I later = lane_number() >= t * kRows;
+      added = later ? load<I>(x + (t + 1) * vectors - 2) : added;
+      scale = later ? load<F>(x + (t + 1) * vectors - 1) : scale;
+    }
+    values = __builtin_convertvector(found + added, F) * scale;
+  } else {
+    values = found;
+  }
   MEDUSA_UNROLL
   for (int t = 0; t < kNow; ++t) {
-    __builtin_memcpy(out + t * stride, reinterpret_cast<const float*>(&found) + t * kRows, kRows * sizeof(float));
+    __builtin_memcpy(out + t * stride, reinterpret_cast<const float*>(&values) + t * kRows, kRows * sizeof(float));
   }
-  if constexpr (kTokens > kNow) finish<kRows, kTokens - kNow>(acc + kNow * kRows, out + kNow * stride, stride);
+  if constexpr (kTokens > kNow) {
+    finish<kRows, kTokens - kNow>(acc + kNow * kRows, x + kNow * vectors, vectors, out + kNow * stride, stride);
+  }
 }
 
 // Calls run(rows, tables, step) for each step of columns of kRows rows, whose memory `ahead` bytes further on is
@@ -157,17 +181,7 @@ inline void tile(const Row* w, const Codes& codes, int64_t ahead, const typename
       }
     }
   });
-  if constexpr (kRounds<W>) {
-    F sums[kRows * kTokens];
-    for (int i = 0; i < kRows * kTokens; ++i) {
-      float scale;
-      __builtin_memcpy(&scale, x + (i / kRows + 1) * vectors - 1, sizeof(scale));
-      sums[i] = __builtin_convertvector(acc[i], F) * scale;
-    }
-    finish<kRows, kTokens>(sums, out, stride);
-  } else {
-    finish<kRows, kTokens>(acc, out, stride);
-  }
+  finish<kRows, kTokens>(acc, x, vectors, out, stride);
 }
 
 // The most tokens that meet kRows rows at once, and the fewest: fewer meet more rows.
@@ -209,7 +223,7 @@ inline void passes(const Row* w, const Codes& codes, int64_t ahead, const typena
       });
       Row wide[kRows];
       for (int r = 0; r < kRows; ++r) wide[r] = {widened + r * vectors * kBytes, w[r].scale, nullptr};
-      const int64_t padded = (vectors - kRounds<W>) / Wide::kParts * Wide::kStep;
+      const int64_t padded = (vectors - 2 * kRounds<W>) / Wide::kParts * Wide::kStep;
       return passes<Wide, kRows>(wide, codes, 0, x, tokens, padded, out, stride);
     }
   }

@@ -45,6 +45,13 @@ MEDUSA_INLINE V load_part(const void* from, int64_t bytes) {
   return v;
 }
 
+// The number of each lane.
+MEDUSA_INLINE I lane_number() {
+  I at;
+  for (int lane = 0; lane < kLanes; ++lane) at[lane] = lane;
+  return at;
+}
+
 MEDUSA_INLINE F all(float value) { return F{} + value; }
 MEDUSA_INLINE F larger(F a, F b) { return a > b ? a : b; }
 MEDUSA_INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -53,7 +60,9 @@ MEDUSA_INLINE int64_t blocks(int64_t size, int64_t block) { return (size + block
 // A vector that stays in a register if it is used more than once: GCC would rather read it from memory again.
 template <int kUses, class V>
 MEDUSA_INLINE V kept(V v) {
-#if defined(__x86_64__) && !defined(__AVX512F__)
+#if defined(__AVX512F__) && !defined(MEDUSA_PLAIN)
+  if (kUses > 1) asm("" : "+v"(v));
+#elif defined(__x86_64__) && !defined(__AVX512F__)
   if (kUses > 1) asm("" : "+x"(v));
 #endif
   return v;
@@ -69,8 +78,8 @@ struct EveryLane<0, kLane...> {
 };
 
 // Lane i is lane Index::of(i) of a followed by b.
-template <class Index, int... kLane>
-MEDUSA_INLINE F shuffled(F a, F b, Lanes<kLane...>) {
+template <class Index, class V, int... kLane>
+MEDUSA_INLINE V shuffled(V a, V b, Lanes<kLane...>) {
 #if defined(__clang__)
   return __builtin_shufflevector(a, b, Index::of(kLane)...);
 #else
@@ -105,23 +114,23 @@ struct Every {
 };
 
 // Adds the halves of each block of kBlock lanes, which leaves a's sums in its lower half and b's in its upper half.
-template <int kBlock>
-MEDUSA_INLINE F add_halves(F a, F b) {
+template <int kBlock, class V>
+MEDUSA_INLINE V add_halves(V a, V b) {
   using InOrder = typename EveryLane<kLanes>::type;
   return shuffled<HalfBlocks<kBlock, 0>>(a, b, InOrder{}) + shuffled<HalfBlocks<kBlock, 1>>(a, b, InOrder{});
 }
 
 // The sums of kCount vectors, a power of two up to kLanes: of vector i in lane i * (kLanes / kCount). The order of the
 // additions does not depend on kCount.
-template <int kCount, int kBlock = kLanes>
-MEDUSA_INLINE F sums(const F* v) {
+template <int kCount, int kBlock = kLanes, class V>
+MEDUSA_INLINE V sums(const V* v) {
   if constexpr (kBlock == 1) {
     return v[0];
   } else if constexpr (kCount == 1) {
-    const F next = add_halves<kBlock>(v[0], v[0]);
+    const V next = add_halves<kBlock>(v[0], v[0]);
     return sums<1, kBlock / 2>(&next);
   } else {
-    F next[kCount / 2];
+    V next[kCount / 2];
     MEDUSA_UNROLL
     for (int i = 0; i < kCount / 2; ++i) next[i] = add_halves<kBlock>(v[i], v[i + kCount / 2]);
     return sums<kCount / 2, kBlock / 2>(next);

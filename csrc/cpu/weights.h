@@ -212,16 +212,27 @@ struct Integers4 {
 };
 
 // Forms whose products are of integers: tokens are rounded to 8 bits when they are prepared ("dynamic" in quantised.py).
-// Both factors are widened to 16 bits: sums of two products of bytes would not fit in 16.
+// Sums of up to 131,071 columns fit in 32 bits.
 struct OfIntegers {};
 typedef int16_t S __attribute__((vector_size(kBytes)));
 typedef int8_t Bytes __attribute__((vector_size(kBytes / 2)));
 
+#if defined(__AVX512VNNI__)
+// sum += the products of four adjacent bytes, of which those of w are unsigned.
+MEDUSA_INLINE void multiply(I& sum, I x, I w) { sum = I(_mm512_dpbusd_epi32(__m512i(sum), __m512i(w), __m512i(x))); }
+
+// As unsigned bytes the weights are 128 larger: 128 times the codes of a token is taken from its sums.
+struct DynamicInt8 : OneTable, OfIntegers {
+  using X = I;
+  using Token = I;
+  using Wide = DynamicInt8;
+  static constexpr int kParts = 1, kStep = kBytes, kStepBytes = kBytes;
+  static MEDUSA_INLINE I part(const char* w, int, Table) { return load<I>(w) ^ I(U{} + 0x80808080u); }
+};
+#else
 // sum += the products of adjacent pairs.
 MEDUSA_INLINE void multiply(I& sum, S x, S w) {
-#if defined(__AVX512VNNI__)
-  sum = I(_mm512_dpwssd_epi32(__m512i(sum), __m512i(x), __m512i(w)));
-#elif defined(__AVX512F__)
+#if defined(__AVX512F__)
   sum = sum + I(_mm512_madd_epi16(__m512i(x), __m512i(w)));
 #elif defined(__AVX2__)
   sum = sum + I(_mm256_madd_epi16(__m256i(x), __m256i(w)));
@@ -232,6 +243,7 @@ MEDUSA_INLINE void multiply(I& sum, S x, S w) {
 #endif
 }
 
+// Both factors are widened to 16 bits: sums of two products of bytes would not fit in 16.
 struct Int16Weight : OneTable, OfIntegers {
   using X = S;
   using Wide = Int16Weight;
@@ -246,6 +258,7 @@ struct DynamicInt8 : OneTable, OfIntegers {
   static constexpr int kParts = 1, kStep = 2 * kLanes, kStepBytes = 2 * kLanes;
   static MEDUSA_INLINE S part(const char* w, int, Table) { return __builtin_convertvector(load<Bytes>(w), S); }
 };
+#endif
 
 struct RoundedToken;
 

@@ -10,6 +10,7 @@
 #define __AVX512F__ 1
 #define __AVX512BF16__ 1
 #define __AVX512VNNI__ 1
+#define MEDUSA_PLAIN 1  // no registers of 64 bytes
 
 namespace plain {
 
@@ -84,11 +85,6 @@ PLAIN __m512 plain_permutex2var_ps(__m512 a, __m512i at, __m512 b) {
 PLAIN __m512i plain_permutexvar_epi16(unsigned, __m512i at, __m512i a) {
   return each<__m512i, uint16_t>([x = lanes<uint16_t>(a), p = lanes<uint16_t>(at)](int i) { return x.at[p.at[i] & 31]; });
 }
-PLAIN __m512i plain_dpwssd_epi32(__m512i sum, __m512i a, __m512i b) {
-  return each<__m512i, int32_t>([s = lanes<int32_t>(sum), x = lanes<int16_t>(a), y = lanes<int16_t>(b)](int i) {
-    return s.at[i] + x.at[2 * i] * y.at[2 * i] + x.at[2 * i + 1] * y.at[2 * i + 1];
-  });
-}
 PLAIN __m512i plain_dpbusd_epi32(__m512i sum, __m512i a, __m512i b) {
   return each<__m512i, int32_t>([s = lanes<int32_t>(sum), x = lanes<uint8_t>(a), y = lanes<int8_t>(b)](int i) {
     int32_t found = s.at[i];
@@ -124,7 +120,6 @@ PLAIN __m512 plain_dpbf16_ps(__m512 sum, __m512bh a, __m512bh b) {
 #define _mm512_maskz_permutexvar_ps plain_permutexvar_ps
 #define _mm512_permutex2var_ps plain_permutex2var_ps
 #define _mm512_maskz_permutexvar_epi16 plain_permutexvar_epi16
-#define _mm512_dpwssd_epi32 plain_dpwssd_epi32
 #define _mm512_dpbusd_epi32 plain_dpbusd_epi32
 #define _mm512_maskz_inserti32x4 plain_inserti32x4
 #define _mm512_cvtne2ps_pbh plain_cvtne2ps_pbh
