@@ -116,6 +116,7 @@ constexpr int64_t kTokensAtOnce = 16;  // beside kLanes rows
 template <int kMost>
 inline void rows_at_once(const Row* w, const Codes& codes, int64_t ahead, const RoundedTokens& x, int64_t tokens,
                          int64_t wanted, float* out, int64_t stride) {
+  constexpr int kStepLines = kLanes / 4;  // of all rows
   const int64_t steps = codes.group / DynamicInt4::kStep;  // of a group
   F acc[kMost] = {}, sums{};
   const char *rows[kLanes], *scales[kLanes];
@@ -133,9 +134,8 @@ inline void rows_at_once(const Row* w, const Codes& codes, int64_t ahead, const 
     U c[8];
     const int64_t at = step * DynamicInt4::kStep / 2;
     across(rows, at, bytes);
-    for (int r = 0; r < kLanes; ++r) {
-      if (step % 4 == r % 4) __builtin_prefetch(rows[r] + at + ahead, 0, 3);
-    }
+    // In the order of memory, if these rows lie one after the other.
+    for (int i = 0; i < kStepLines; ++i) __builtin_prefetch(rows[0] + ahead + (step * kStepLines + i) * 64, 0, 2);
     MEDUSA_UNROLL
     for (int i = 0; i < 4; ++i) {
       c[i] = reinterpret_cast<U>(bytes[i]) & 0x0f0f0f0fu;
@@ -155,7 +155,9 @@ inline void rows_at_once(const Row* w, const Codes& codes, int64_t ahead, const 
     const int64_t first = codes.groups < 4 ? 0 : least(group, codes.groups - 4), size = sizeof(float);
     F scale[4];
     across(scales, first * size, scale);
-    for (int r = 0; r < kLanes; ++r) __builtin_prefetch(scales[r] + (first + 4 + kLanes * codes.groups) * size, 0, 3);
+    for (int i = 0; i < kLanes / 4; ++i) {
+      __builtin_prefetch(w[0].scale + 2 * kLanes * codes.groups + group * kLanes + i * 16, 0, 2);
+    }
     for (const int64_t end = least(first + 4, codes.groups); group < end; ++group) {
       for (int64_t i = 0; i < steps; ++i) one_step(group * steps + i, scale[group - first]);
     }
@@ -172,7 +174,7 @@ inline void four_bit_product(const At& row, int64_t rows, int64_t row_bytes, con
   for (int64_t first = 0; first < rows; first += kLanes) {
     Row w[kLanes];
     for (int r = 0; r < kLanes; ++r) w[r] = row(least(first + r, rows - 1));
-    int64_t ahead = ahead_of(kLanes, row_bytes);
+    int64_t ahead = ahead_of(2 * kLanes, row_bytes);
     if (tokens == 1) rows_at_once<1>(w, codes, ahead, x, 1, rows - first, out + first, stride);
     for (int64_t token = 0; tokens > 1 && token < tokens; token += kTokensAtOnce) {
       const RoundedTokens now{x.first + token * x.bytes, x.bytes};

@@ -18,8 +18,8 @@ struct Codes {
   int64_t group = 0, groups = 0;  // columns of a group, groups of a row
 };
 
-// How many bytes ahead of what is multiplied memory is prefetched: rows of few codes are shorter than a wait.
-inline int64_t ahead_of(int64_t rows, int64_t row_bytes) { return rows * row_bytes > 4096 ? rows * row_bytes : 4096; }
+// How many bytes ahead of what is multiplied memory is prefetched: a few short rows take less time than a wait.
+inline int64_t ahead_of(int64_t rows, int64_t row_bytes) { return rows * row_bytes > 16384 ? rows * row_bytes : 16384; }
 
 MEDUSA_INLINE void multiply(F& sum, F x, F w) { sum = w * x + sum; }
 
