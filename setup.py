@@ -37,7 +37,8 @@ ISA_FLAGS = {
     "base": "",
     "avx2": AVX2_FLAGS,
     "avx512": AVX512_FLAGS,
-    "avx512_bf16": f"{AVX512_FLAGS} -mavx512bf16 -mavx512vnni",
+    "avx512_vnni": f"{AVX512_FLAGS} -mavx512vnni",
+    "avx512_bf16": f"{AVX512_FLAGS} -mavx512vnni -mavx512bf16",
 }
 MATH_FLAGS = "-fno-math-errno -ffp-contract=fast"
 

@@ -14,6 +14,9 @@ const Ops* ops_avx2();
 #if defined(MEDUSA_HAS_AVX512)
 const Ops* ops_avx512();
 #endif
+#if defined(MEDUSA_HAS_AVX512_VNNI)
+const Ops* ops_avx512_vnni();
+#endif
 #if defined(MEDUSA_HAS_AVX512_BF16)
 const Ops* ops_avx512_bf16();
 #endif
@@ -28,22 +31,29 @@ struct Choice {
 
 bool yes() { return true; }
 
+#if defined(MEDUSA_HAS_AVX2)
+[[maybe_unused]] bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+}
+
+[[maybe_unused]] bool has_vnni() { return has_avx512() && __builtin_cpu_supports("avx512vnni"); }
+#endif
+
 const Choice kChoices[] = {
     {ops_base, yes, yes},
 #if defined(MEDUSA_HAS_AVX2)
     {ops_avx2, [] { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }, yes},
 #endif
 #if defined(MEDUSA_HAS_AVX512)
-    {ops_avx512,
-     [] {
-       return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-              __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-     },
-     yes},
+    {ops_avx512, has_avx512, yes},
+#endif
+#if defined(MEDUSA_HAS_AVX512_VNNI)
+    {ops_avx512_vnni, has_vnni, yes},
 #endif
 #if defined(MEDUSA_HAS_AVX512_BF16)
     // Intel's processors multiply floats twice as fast as bfloat16 pairs, AMD's the other way round.
-    {ops_avx512_bf16, [] { return __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni"); },
+    {ops_avx512_bf16, [] { return has_vnni() && __builtin_cpu_supports("avx512bf16"); },
      [] { return __builtin_cpu_is("amd") != 0; }},
 #endif
 };

@@ -50,8 +50,9 @@ def main() -> int:
         # Without sanitizers, which would compile it for five minutes: the driver's arrays lie between protected pages.
         setup_script.ISA_FLAGS["avx512_bf16"] = f"{setup_script.AVX2_FLAGS} -fno-sanitize=all -include {header}"
         plain = " '-D__builtin_cpu_supports(name)=true' -Wno-psabi"
-        if "avx512f" not in runs:
-            del setup_script.ISA_FLAGS["avx512"]  # what it has for floats is in the other set too
+        for name, flag in (("avx512", "avx512f"), ("avx512_vnni", "avx512_vnni")):
+            if flag not in runs:
+                del setup_script.ISA_FLAGS[name]  # what it has for floats and bytes is in the other set too
     for name, sanitizer in SANITIZERS.items():
         if options.only not in (None, name):
             continue

@@ -30,7 +30,7 @@ from medusa_kernels import (
 )
 
 pytestmark = of_the_cpu
-SETS = ("base", "avx2", "avx512", "avx512_bf16")
+SETS = ("base", "avx2", "avx512", "avx512_vnni", "avx512_bf16")
 DTYPES = [torch.float32, torch.bfloat16]
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-ISAS = ["base", "avx2", "avx512", "avx512_bf16"]
+ISAS = ["base", "avx2", "avx512", "avx512_vnni", "avx512_bf16"]
 KNOWN = [75, 80, 86, 87, 89, 90, 100, 120]
 
 
@@ -90,8 +90,11 @@ int OPS(MEDUSA_ISA)() {
 #ifdef __AVX512BW__
   has += 4;
 #endif
-#ifdef __AVX512BF16__
+#ifdef __AVX512VNNI__
   has += 8;
+#endif
+#ifdef __AVX512BF16__
+  has += 16;
 #endif
 #ifndef __NO_MATH_ERRNO__
   has = -1;
@@ -184,7 +187,7 @@ def compiled(checkout: Path, setup_script: ModuleType, monkeypatch: pytest.Monke
 def test_one_object_per_instruction_set(compiled: Callable[..., Any], tmp_path: Path) -> None:
     facts, work = compiled("x86_64", refusing(tmp_path / "c++"))
     assert facts["isas"] == [name for name in ISAS if name not in facts["left_out"]]
-    expected = {"base": 1, "avx2": 3, "avx512": 7, "avx512_bf16": 15}
+    expected = {"base": 1, "avx2": 3, "avx512": 7, "avx512_vnni": 15, "avx512_bf16": 31}
     assert isas_of(work) == {name: expected[name] for name in facts["isas"]}
 
 
@@ -194,6 +197,7 @@ def test_instruction_sets_that_the_compiler_does_not_know(compiled: Callable[...
     assert facts["isas"] == ["base", "avx2"]
     assert facts["left_out"] == {
         "avx512": "c++: error: unrecognized command-line option '-mavx512dq'",
+        "avx512_vnni": "c++: error: unrecognized command-line option '-mavx512dq'",
         "avx512_bf16": "c++: error: unrecognized command-line option '-mavx512dq'",
     }
     assert list(isas_of(work)) == facts["isas"]
@@ -208,8 +212,8 @@ def test_other_machines_have_one_instruction_set(compiled: Callable[..., Any], t
 def test_better_instruction_sets_are_linked_later(setup_script: ModuleType) -> None:
     """An inline function is linked from the first object that has it, so from one that every CPU can run."""
     objects = setup_script.cpu_rules("c++", "-O3", ISAS)[1].split()
-    assert objects[-4:] == [f"isa_{name}.o" for name in ISAS]
-    assert "kv_compact.o" in objects[:-4]
+    assert objects[-5:] == [f"isa_{name}.o" for name in ISAS]
+    assert "kv_compact.o" in objects[:-5]
     flags = [set(setup_script.ISA_FLAGS[name].split()) for name in ISAS]
     assert all(fewer < more for fewer, more in itertools.pairwise(flags))
 
