@@ -54,7 +54,7 @@ CPU_OPS = ("decode_linear", "decoder_layers", "heads_topk", "argmax", "gumbel_no
 
 
 def instruction_set() -> str:
-    """Return the instruction set that the C++ ops run with: one of ISA_FLAGS in setup.py; "" without them."""
+    """Return the C++ ops' instruction set: base, avx2, avx512, avx512_vnni or avx512_bf16; "" without them."""
     library = cpu_library()
     return "" if library is None else library.medusa_cpu_isa().decode()
 

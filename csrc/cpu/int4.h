@@ -59,8 +59,8 @@ MEDUSA_INLINE I products(const U* codes, const int32_t* token) {
   I other{};
   MEDUSA_UNROLL
   for (int i = 0; i < 8; i += 2) {
-    sum = I(_mm512_dpbusd_epi32(__m512i(sum), __m512i(codes[i]), __m512i(I{} + token[i])));
-    other = I(_mm512_dpbusd_epi32(__m512i(other), __m512i(codes[i + 1]), __m512i(I{} + token[i + 1])));
+    multiply(sum, I{} + token[i], I(codes[i]));
+    multiply(other, I{} + token[i + 1], I(codes[i + 1]));
   }
   return sum + other;
 #elif defined(__AVX2__)
@@ -116,7 +116,7 @@ constexpr int64_t kTokensAtOnce = 16;  // beside kLanes rows
 template <int kMost>
 inline void rows_at_once(const Row* w, const Codes& codes, int64_t ahead, const RoundedTokens& x, int64_t tokens,
                          int64_t wanted, float* out, int64_t stride) {
-  constexpr int kStepLines = kLanes / 4;  // of all rows
+  constexpr int kLines = kLanes / 4;  // of memory, that hold 16 bytes of each row: a step's codes, or four scales
   const int64_t steps = codes.group / DynamicInt4::kStep;  // of a group
   F acc[kMost] = {}, sums{};
   const char *rows[kLanes], *scales[kLanes];
@@ -135,7 +135,7 @@ inline void rows_at_once(const Row* w, const Codes& codes, int64_t ahead, const 
     const int64_t at = step * DynamicInt4::kStep / 2;
     across(rows, at, bytes);
     // In the order of memory, if these rows lie one after the other.
-    for (int i = 0; i < kStepLines; ++i) __builtin_prefetch(rows[0] + ahead + (step * kStepLines + i) * 64, 0, 2);
+    for (int i = 0; i < kLines; ++i) __builtin_prefetch(rows[0] + ahead + (step * kLines + i) * 64, 0, 2);
     MEDUSA_UNROLL
     for (int i = 0; i < 4; ++i) {
       c[i] = reinterpret_cast<U>(bytes[i]) & 0x0f0f0f0fu;
@@ -155,7 +155,7 @@ inline void rows_at_once(const Row* w, const Codes& codes, int64_t ahead, const 
     const int64_t first = codes.groups < 4 ? 0 : least(group, codes.groups - 4), size = sizeof(float);
     F scale[4];
     across(scales, first * size, scale);
-    for (int i = 0; i < kLanes / 4; ++i) {
+    for (int i = 0; i < kLines; ++i) {
       __builtin_prefetch(w[0].scale + 2 * kLanes * codes.groups + group * kLanes + i * 16, 0, 2);
     }
     for (const int64_t end = least(first + 4, codes.groups); group < end; ++group) {

@@ -90,8 +90,8 @@ inline void prepare(const typename A::T* from, int64_t tokens, int64_t columns, 
   }
 }
 
-// Adds the lanes of each sum, of as many tokens at once as have a lane for each: out[token * stride + row]. Integers are
-// moved and scaled as the last two vectors of their tokens say, x[token * vectors - 2].
+// Adds the lanes of each sum, of as many tokens at once as have a lane for each: out[token * stride + row]. To sums of
+// integers the last vector but one of their token is added, and the last one multiplies them.
 template <int kRows, int kTokens, class V, class X>
 MEDUSA_INLINE void finish(const V* acc, const X* x, int64_t vectors, float* out, int64_t stride) {
   constexpr int kNow = kTokens * kRows >= kLanes ? kLanes / kRows : kTokens >= 2 && 2 * kRows < kLanes ? 2 : 1;

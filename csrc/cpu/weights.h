@@ -221,7 +221,7 @@ typedef int8_t Bytes __attribute__((vector_size(kBytes / 2)));
 // sum += the products of four adjacent bytes, of which those of w are unsigned.
 MEDUSA_INLINE void multiply(I& sum, I x, I w) { sum = I(_mm512_dpbusd_epi32(__m512i(sum), __m512i(w), __m512i(x))); }
 
-// As unsigned bytes the weights are 128 larger: 128 times the codes of a token is taken from its sums.
+// As unsigned bytes the weights are 128 larger: 128 times the sum of a token's codes is subtracted in the end.
 struct DynamicInt8 : OneTable, OfIntegers {
   using X = I;
   using Token = I;
