@@ -1,10 +1,10 @@
 """More than one state: what heads gain if they also read earlier positions, or states of earlier layers.
 
-In front of the heads of all ways but the control is an addition to the last state: a linear map of the states after
-layers 10, 20 and 30 (one third, two thirds and all of them), or what one layer of attention (as many heads as the model
-has, all of H wide) finds in the last 128 positions, prompts included. It reads features of the last layer, or of these
-three. All additions start at zero. They and the heads, also the control's, learn on from the same positions in the same
-order; "as it is" learns nothing. Data, trees and walks are those of `selector`:
+In front of the heads of two ways is an addition to the last state: a linear map of the states after layers 10, 20 and
+30 (one third, two thirds and all of them), or what one layer of attention (as many heads as the model has, all of H
+wide) finds in these states of the last 128 positions, prompts included. Both start at zero. They and the heads, also
+the control's, learn on from the same positions in the same order; "as it is" learns nothing. Data, trees and walks are
+those of `selector`:
 
     python -m benchmarks.ablations context --records RECORDS --judged FILE
 """
@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 
 from benchmarks.ablations import selector
 from benchmarks.ablations.selector import (
@@ -30,10 +29,10 @@ from benchmarks.ablations.selector import (
     Texts,
     Trunk,
     Way,
+    batches,
     compare,
-    divergence,
+    gradient,
     ranked,
-    stretches,
     timed,
 )
 from medusa_decoding.tuning.calibration import NONE, Calibration
@@ -41,7 +40,7 @@ from medusa_decoding.tuning.calibration import NONE, Calibration
 NAME = "context"
 WINDOW = 128  # positions that attention sees, its own included
 AS_IT_IS = "as it is"
-WAYS = (AS_IT_IS, CONTROL, "attention, last layer", "attention, three layers", "linear map of three layers")
+WAYS = (AS_IT_IS, CONTROL, "attention", "linear map")
 
 
 class Attention(nn.Module):
@@ -82,11 +81,11 @@ class Reader(Trunk):
     def __init__(self, trunk: Trunk, way: str) -> None:
         vars(self).update(vars(trunk))
         self.heads, hidden = copy.deepcopy(trunk.heads).requires_grad_(), trunk.heads.hidden_size
-        self.width = (1 if "last" in way else 3) * hidden
+        self.width = 3 * hidden
         self.addition: nn.Module | None = None
-        if "attention" in way:
+        if way == "attention":
             self.addition = Attention(self.width, hidden, self.config.num_attention_heads).to(self.device)
-        elif "map" in way:
+        elif way == "linear map":
             self.addition = nn.Linear(self.width, hidden, bias=False).to(self.device)
             nn.init.zeros_(self.addition.weight)
 
@@ -102,7 +101,7 @@ class Reader(Trunk):
         if not isinstance(self.addition, Attention):
             return states + self.addition(texts.features[rows].float())
         first, back = rows.view(-1, STRETCH)[:, :1], torch.arange(1 - WINDOW, STRETCH, device=self.device)
-        features = texts.features[(first + back).clamp(0, len(texts.states) - 1), -self.width :].float()
+        features = texts.features[(first + back).clamp(0, len(texts.states) - 1)].float()
         distance = back[WINDOW - 1 :, None] - back
         allowed = (distance >= 0) & (distance < WINDOW) & (first + back >= texts.begins[first])[:, None]
         keys = self.addition.project(features)
@@ -117,8 +116,7 @@ class Reader(Trunk):
         seen, distance = torch.ones(1, 1, WINDOW, dtype=torch.bool), torch.arange(WINDOW)[None]
 
         def attend(features: Tensor) -> int:
-            own = features[..., -self.width :]
-            return len(here.project(own)) + len(here(own, cached, seen, distance))
+            return len(here.project(features)) + len(here(features, cached, seen, distance))
 
         return attend
 
@@ -129,22 +127,18 @@ def train(readers: Mapping[str, Reader], texts: Texts, prompts: Sequence[range],
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.rate, args.steps, cycle_momentum=False)
     trunk = readers[CONTROL]
     decay = DECAY ** torch.arange(trunk.heads.num_heads, device=trunk.device)
-    pieces, several = torch.cat([stretches(one) for one in prompts]), args.positions // STRETCH
-    order = torch.cat([torch.randperm(len(pieces)) for _ in range(-(-args.steps * several // len(pieces)))])
-    for batch in tqdm(pieces[order].to(trunk.device).split(several)[: args.steps], mininterval=10):
-        rows = batch.flatten()
+    for rows in batches(prompts, args):
         parents, targets = trunk.tokens(texts, rows)
         weights = (targets != NONE) * (decay / (targets != NONE).sum(1).clamp(min=1))[:, None]
         with torch.no_grad():
             taught = trunk.taught(texts, rows)
-        total = none = taught.new_zeros(())
+        optimizer.zero_grad()
         for reader in readers.values():
             tokens, mix, candidates = reader.heads.parent_term
-            mixed = torch.bmm(F.embedding(parents, tokens), mix)
-            both = torch.cat([reader.states(texts, rows), mixed], -1), torch.cat([reader.weight, candidates], 1)
-            total = total + divergence(none, *both, taught, weights)
-        optimizer.zero_grad()
-        total.backward()
+            with torch.autocast(trunk.device.type, torch.bfloat16):
+                mixed = torch.bmm(F.embedding(parents, tokens), mix)
+                logits = reader.states(texts, rows) @ reader.weight.t() + mixed @ candidates.t()
+            logits.backward(gradient(logits, taught, weights))
         optimizer.step()
         schedule.step()
 

@@ -22,7 +22,7 @@ import copy
 import json
 import random
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -47,8 +47,8 @@ from medusa_decoding.tuning.search import walked_tree
 NAME = "selector"
 SIZES = (8, 16)  # nodes of the trees
 TOGETHER = 16  # texts that are ranked together
-READ_TOGETHER = 64  # texts that the model reads together
-STRETCH = 16  # positions of a text that follow each other where texts are read in pieces
+READ_TOGETHER = {"cpu": 4, "cuda": 64}  # texts that the model reads together; more do not fit a CPU's caches
+STRETCH = 32  # positions of a text that follow each other where texts are read in pieces
 DECAY = 0.8  # weight of a head's loss over that of the one before, as in training
 STATE_NORM = 20.0  # of the states that a gate sees, so that it moves about as fast as the rest of a term does
 
@@ -143,7 +143,7 @@ def read(files: Sequence[Path], model: MedusaModel, layers: Sequence[int] = ()) 
     later[~answered, 1:] = NONE
     tokens, found = tokens.to(device), torch.empty(end, hidden, dtype=model.backbone.dtype, device=device)
     features = found.new_empty(end, (len(layers) + 1) * hidden if layers else 0)
-    for some in lengths.argsort().split(READ_TOGETHER):
+    for some in lengths.argsort().split(READ_TOGETHER[device.type]):
         # Padding is at the end, which no other position of a causal model sees.
         rows = [torch.arange(starts[i], starts[i] + lengths[i]) for i in some]
         places = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=NONE).to(device)
@@ -163,6 +163,14 @@ def stretches(answer: range) -> Tensor:
     return (starts[:, None] + torch.arange(STRETCH)).clamp(max=answer.stop - 1)
 
 
+def batches(prompts: Sequence[range], args: argparse.Namespace) -> Iterable[Tensor]:
+    """Return the rows of each training step, [B]: stretches of answers in random order."""
+    pieces, several = torch.cat([stretches(one) for one in prompts]), args.positions // STRETCH
+    order = torch.cat([torch.randperm(len(pieces)) for _ in range(-(-args.steps * several // len(pieces)))])
+    steps = pieces[order].to(args.device).flatten().split(several * STRETCH)
+    return tqdm(steps[: args.steps], mininterval=10)
+
+
 class Trunk:
     """What stays as it is: a model's embedding and lm_head, and the blocks of its heads."""
 
@@ -171,7 +179,7 @@ class Trunk:
         assert model.heads is not None
         assert weight is not None  # not quantised
         self.config: Any = model.backbone.config
-        self.heads, self._embed = model.heads.float().eval(), model.backbone.embed_tokens
+        self.heads, self._embed = model.heads.float().eval(), model.backbone.embed_tokens.requires_grad_(False)
         of_map = self.heads.token_map
         tokens = torch.arange(self.heads.vocab_size, device=self.device) if of_map is None else of_map
         self.weight = weight.detach().float()[tokens]
@@ -202,47 +210,53 @@ class Trunk:
         return states @ self.weight.t(), STATE_NORM * F.normalize(states, dim=-1), *self.tokens(texts, rows)
 
     def taught(self, texts: Texts, rows: Tensor) -> Tensor:
-        """Return the model's own distributions of the heads' targets, [K, B, V']."""
-        ahead = torch.arange(1, self.heads.num_heads + 1, device=self.device)
-        places = (rows + ahead[:, None]).clamp(max=len(texts.states) - 1)
-        return (texts.states[places].float() @ self.weight.t()).softmax(-1)
+        """Return the model's own distributions of the heads' targets of S stretches, [K, S, STRETCH, V'].
+
+        Those of a stretch's neighbouring positions are the same but for one, so this is a view of fewer.
+        """
+        ahead = torch.arange(1, STRETCH + self.heads.num_heads, device=self.device)
+        places = (rows.view(-1, STRETCH)[:, :1] + ahead).clamp(max=len(texts.states) - 1)
+        found = (texts.states[places].float() @ self.weight.t()).softmax(-1)
+        return found.unfold(1, STRETCH, 1).permute(1, 0, 3, 2)
 
 
-def train(trunk: Trunk, texts: Texts, rows: Tensor, args: argparse.Namespace) -> dict[str, Term]:
+def train(trunk: Trunk, texts: Texts, prompts: Sequence[range], args: argparse.Namespace) -> dict[str, Term]:
     """Train the terms of all ways on the same positions."""
     terms = {name: Term(trunk.heads, way) for name, way in WAYS.items()}
     optimizer = torch.optim.Adam([weight for term in terms.values() for weight in term.parameters()])
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.rate, args.steps, cycle_momentum=False)
     decay = DECAY ** torch.arange(trunk.heads.num_heads, device=trunk.device)
-    order = torch.cat([rows[torch.randperm(len(rows))] for _ in range(-(-args.steps * args.positions // len(rows)))])
-    for batch in tqdm(order.to(trunk.device).split(args.positions)[: args.steps], mininterval=10):
+    for rows in batches(prompts, args):
         with torch.no_grad():
-            base, states, parents, targets = trunk(texts, batch)
-            taught, best = trunk.taught(texts, batch), base.topk(min(MAX_TOP_K, base.shape[-1]))
-        hits, total = best.indices == targets[..., None], base.new_zeros(())
-        for name, term in terms.items():
-            if (loss := WAYS[name].loss) is None:
-                continue
-            counted, mixed = targets != NONE if loss == "kl" else hits.any(-1), term.mixed(parents, states)
-            weights = counted * (decay / counted.sum(1).clamp(min=1))[:, None]
-            if loss == "kl":
-                total = total + divergence(base, mixed, term.candidates, taught, weights)
-            else:
-                scores = best.values + term.scores(mixed, best.indices)
-                total = total - (scores.log_softmax(-1) * hits * weights[..., None]).sum()
+            base, states, parents, targets = trunk(texts, rows)
+            taught, best = trunk.taught(texts, rows), base.topk(min(MAX_TOP_K, base.shape[-1]))
+        hits, outputs, gradients = best.indices == targets[..., None], [], []
+        with torch.autocast(trunk.device.type, torch.bfloat16):
+            for name, term in terms.items():
+                if (loss := WAYS[name].loss) is None:
+                    continue
+                counted, mixed = targets != NONE if loss == "kl" else hits.any(-1), term.mixed(parents, states)
+                weights = counted * (decay / counted.sum(1).clamp(min=1))[:, None]
+                if loss == "kl":
+                    outputs.append(base + mixed @ term.candidates.t())
+                    gradients.append(gradient(outputs[-1], taught, weights))
+                else:
+                    scores = best.values + term.scores(mixed, best.indices)
+                    outputs.append(-(scores.log_softmax(-1) * hits * weights[..., None]).sum())
+                    gradients.append(torch.ones_like(outputs[-1]))
         optimizer.zero_grad()
-        total.backward()
+        torch.autograd.backward(outputs, gradients)
         optimizer.step()
         schedule.step()
     return terms
 
 
-def divergence(base: Tensor, mixed: Tensor, candidates: Tensor, taught: Tensor, weights: Tensor) -> Tensor:
-    """Return a scalar with the gradient of the weighted sum of KL(taught, softmax(base + mixed C^T))."""
-    with torch.no_grad():
-        of_logits = (base + mixed @ candidates.t()).softmax(-1).sub_(taught).mul_(weights[..., None])
-        of_mixed, of_candidates = of_logits @ candidates, of_logits.flatten(0, 1).t() @ mixed.flatten(0, 1)
-    return (mixed * of_mixed).sum() + (candidates * of_candidates).sum()
+@torch.no_grad()
+def gradient(logits: Tensor, taught: Tensor, weights: Tensor) -> Tensor:
+    """Return that of the weighted sum of KL(taught, softmax(logits)) for logits [K, B, V']."""
+    found = logits.softmax(-1, dtype=torch.float32)
+    found.view(taught.shape).sub_(taught)
+    return found.mul_(weights[..., None]).to(logits)
 
 
 @torch.no_grad()
@@ -315,14 +329,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def load(args: argparse.Namespace) -> MedusaModel:
     """Return the model with its heads."""
     torch.backends.cuda.matmul.allow_tf32 = True
-    dtype = torch.float32 if args.device == "cpu" else torch.bfloat16
-    return MedusaModel.from_pretrained(args.model, dtype=dtype, device_map=args.device)
+    return MedusaModel.from_pretrained(args.model, dtype=torch.bfloat16, device_map=args.device)
 
 
 def learn(trunk: Trunk, args: argparse.Namespace, texts: Texts, prompts: Sequence[range]) -> Ranking:
     """Train all ways; return what ranks texts with each."""
-    rows = torch.cat([torch.arange(one.start, one.stop - 1) for one in prompts])
-    return partial(ranked, trunk, train(trunk, texts, rows, args))
+    return partial(ranked, trunk, train(trunk, texts, prompts, args))
 
 
 def run(args: argparse.Namespace) -> int:

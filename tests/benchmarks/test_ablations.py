@@ -254,13 +254,26 @@ def test_texts_are_read_and_ranked_as_steps_do(texts: tuple[MedusaModel, Path]) 
                 assert of_heads[head] == (order.index(token) if token in order else -1)
 
 
+def test_gradients_are_of_the_divergence_from_later_states(texts: tuple[MedusaModel, Path]) -> None:
+    model, file = texts
+    found, trunk = selector.read([file], model), selector.Trunk(model)
+    rows = torch.cat([selector.stretches(one) for one in found.prompts]).flatten()
+    _, targets = trunk.tokens(found, rows)
+    logits, weights = torch.randn(*targets.shape, 11, requires_grad=True), torch.rand(targets.shape) * (targets != -1)
+    later = (rows + torch.tensor([[1], [2]])).clamp(max=len(found.states) - 1)
+    taught = model.backbone.lm_head(found.states[later]).softmax(-1)
+    kl = torch.nn.functional.kl_div(logits.log_softmax(-1), taught, reduction="none").sum(-1)
+    [expected] = torch.autograd.grad((kl * weights).sum(), logits)
+    assert torch.allclose(selector.gradient(logits, trunk.taught(found, rows), weights), expected, atol=1e-6)
+
+
 def test_attention_sees_the_last_positions_of_its_own_text(
     texts: tuple[MedusaModel, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, file = texts
     monkeypatch.setattr(context, "WINDOW", 9)
-    found = selector.read([file], model, [0, 1])
-    reader = context.Reader(selector.Trunk(model), "attention, three layers")
+    found = selector.read([file], model, [0, 1])  # and the last one
+    reader = context.Reader(selector.Trunk(model), "attention")
     layer, answer = reader.addition, found.prompts[1]
     assert isinstance(layer, context.Attention)
     torch.nn.init.normal_(layer.out.weight)
