@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from benchmarks.ablations import selector
 from benchmarks.ablations.selector import (
     CONTROL,
-    DECAY,
     STRETCH,
     Ranking,
     Term,
@@ -34,6 +33,7 @@ from benchmarks.ablations.selector import (
     gradient,
     ranked,
     timed,
+    weighted,
 )
 from medusa_decoding.tuning.calibration import NONE, Calibration
 
@@ -126,10 +126,9 @@ def train(readers: Mapping[str, Reader], texts: Texts, prompts: Sequence[range],
     optimizer = torch.optim.Adam([weight for reader in readers.values() for weight in reader.parameters()])
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.rate, args.steps, cycle_momentum=False)
     trunk = readers[CONTROL]
-    decay = DECAY ** torch.arange(trunk.heads.num_heads, device=trunk.device)
     for rows in batches(prompts, args):
         parents, targets = trunk.tokens(texts, rows)
-        weights = (targets != NONE) * (decay / (targets != NONE).sum(1).clamp(min=1))[:, None]
+        weights = weighted(targets != NONE)
         with torch.no_grad():
             taught = trunk.taught(texts, rows)
         optimizer.zero_grad()

@@ -47,7 +47,6 @@ from medusa_decoding.tuning.search import walked_tree
 NAME = "selector"
 SIZES = (8, 16)  # nodes of the trees
 TOGETHER = 16  # texts that are ranked together
-READ_TOGETHER = {"cpu": 4, "cuda": 64}  # texts that the model reads together; more do not fit a CPU's caches
 STRETCH = 32  # positions of a text that follow each other where texts are read in pieces
 DECAY = 0.8  # weight of a head's loss over that of the one before, as in training
 STATE_NORM = 20.0  # of the states that a gate sees, so that it moves about as fast as the rest of a term does
@@ -143,7 +142,8 @@ def read(files: Sequence[Path], model: MedusaModel, layers: Sequence[int] = ()) 
     later[~answered, 1:] = NONE
     tokens, found = tokens.to(device), torch.empty(end, hidden, dtype=model.backbone.dtype, device=device)
     features = found.new_empty(end, (len(layers) + 1) * hidden if layers else 0)
-    for some in lengths.argsort().split(READ_TOGETHER[device.type]):
+    together = 4 if device.type == "cpu" else 64  # texts that the model reads together; on a CPU few are faster
+    for some in lengths.argsort().split(together):
         # Padding is at the end, which no other position of a causal model sees.
         rows = [torch.arange(starts[i], starts[i] + lengths[i]) for i in some]
         places = nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=NONE).to(device)
@@ -225,30 +225,33 @@ def train(trunk: Trunk, texts: Texts, prompts: Sequence[range], args: argparse.N
     terms = {name: Term(trunk.heads, way) for name, way in WAYS.items()}
     optimizer = torch.optim.Adam([weight for term in terms.values() for weight in term.parameters()])
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.rate, args.steps, cycle_momentum=False)
-    decay = DECAY ** torch.arange(trunk.heads.num_heads, device=trunk.device)
     for rows in batches(prompts, args):
         with torch.no_grad():
             base, states, parents, targets = trunk(texts, rows)
             taught, best = trunk.taught(texts, rows), base.topk(min(MAX_TOP_K, base.shape[-1]))
-        hits, outputs, gradients = best.indices == targets[..., None], [], []
-        with torch.autocast(trunk.device.type, torch.bfloat16):
-            for name, term in terms.items():
-                if (loss := WAYS[name].loss) is None:
-                    continue
-                counted, mixed = targets != NONE if loss == "kl" else hits.any(-1), term.mixed(parents, states)
-                weights = counted * (decay / counted.sum(1).clamp(min=1))[:, None]
+        hits = best.indices == targets[..., None]
+        optimizer.zero_grad()
+        for name, term in terms.items():
+            if (loss := WAYS[name].loss) is None:
+                continue
+            weights = weighted(targets != NONE if loss == "kl" else hits.any(-1))
+            with torch.autocast(trunk.device.type, torch.bfloat16):
+                mixed = term.mixed(parents, states)
                 if loss == "kl":
-                    outputs.append(base + mixed @ term.candidates.t())
-                    gradients.append(gradient(outputs[-1], taught, weights))
+                    found = base + mixed @ term.candidates.t()
                 else:
                     scores = best.values + term.scores(mixed, best.indices)
-                    outputs.append(-(scores.log_softmax(-1) * hits * weights[..., None]).sum())
-                    gradients.append(torch.ones_like(outputs[-1]))
-        optimizer.zero_grad()
-        torch.autograd.backward(outputs, gradients)
+                    found = -(scores.log_softmax(-1) * hits * weights[..., None]).sum()
+            found.backward(gradient(found, taught, weights) if loss == "kl" else None)
         optimizer.step()
         schedule.step()
     return terms
+
+
+def weighted(counted: Tensor) -> Tensor:
+    """Return what positions weigh in the loss, [K, B]: equally among those of a head that count, bool [K, B]."""
+    decay = DECAY ** torch.arange(len(counted), device=counted.device)
+    return counted * (decay / counted.sum(1).clamp(min=1))[:, None]
 
 
 @torch.no_grad()
@@ -321,7 +324,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", help="of training and ranking (default: cpu); costs are a CPU's")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="of the split and the order")
     parser.add_argument("--steps", type=int, default=1200, help="of training (default: 1200)")
-    parser.add_argument("--positions", type=int, default=256, help="per step")
+    parser.add_argument("--positions", type=int, default=256, help=f"per step, a multiple of {STRETCH}")
     parser.add_argument("--rate", type=float, default=2e-4, help="peak of one cycle")
     parser.add_argument("--held-out", type=int, default=200, help="prompts of the records that trees are chosen on")
 
@@ -351,6 +354,8 @@ def compare(
     costs: Callable[[Trunk], dict[str, dict[str, float]]],
 ) -> int:
     """Train all ways of an ablation and walk their trees, with each seed; write the record."""
+    if args.positions < 1 or args.positions % STRETCH:
+        raise ValueError(f"--positions: expected a multiple of {STRETCH}, got {args.positions}")
     layers = len(model.backbone.decoder.layers)
     of_layers = () if name == NAME else (layers // 3, 2 * layers // 3)
     texts = read(args.records, model, of_layers)

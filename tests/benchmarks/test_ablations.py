@@ -292,7 +292,7 @@ def test_attention_sees_the_last_positions_of_its_own_text(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["selector", "context"])
 def test_ways_start_equal_and_learn(
-    name: str, texts: tuple[MedusaModel, Path], monkeypatch: pytest.MonkeyPatch
+    name: str, texts: tuple[MedusaModel, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model, file = texts
     one: Any = command.module(name)
@@ -302,6 +302,9 @@ def test_ways_start_equal_and_learn(
     monkeypatch.setattr(context, "timed", selector.timed)
     given = ["--records", str(file), "--judged", str(file), "--held-out", "3", "--positions", "64", "--seeds", "0"]
     records: list[Any] = []
+    with pytest.raises(SystemExit, match="2"):
+        command.main([name, *given, "--positions", "100"])
+    assert "--positions: expected a multiple of 32, got 100" in capsys.readouterr().err
     for steps, rate in (("1", "1e-30"), ("9", "0.05")):
         assert command.main([name, *given, "--steps", steps, "--rate", rate]) == 0
     (first, record), (_, learnt) = records
