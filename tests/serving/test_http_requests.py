@@ -251,6 +251,25 @@ def test_json_objects_and_schemas_are_obeyed(server):
     assert text["content"].lstrip().startswith("{")
 
 
+@pytest.mark.parametrize("offered", [[], [{"type": "function", "function": {"name": "wait", "strict": True}}]])
+def test_a_schema_may_have_unknown_keywords_unless_it_is_strict(server, offered):
+    words = {"type": "array", "items": {"enum": ["ada", "bob"]}, "minItems": 1, "maxItems": 2, "uniqueItems": True}
+    form = {"name": "names", "schema": {"type": "object", "properties": {"names": words}, "required": ["names"]}}
+
+    def ask(**strict):
+        form_of_answer = {"type": "json_schema", "json_schema": {**form, **strict}}
+        return post(
+            server, CHAT, max_tokens=100, response_format=form_of_answer, **({"tools": offered} if offered else {})
+        )
+
+    for strict in ({}, {"strict": None}, {"strict": False}):
+        message = ask(**strict).json()["choices"][0]["message"]
+        assert message.get("tool_calls") or set(json.loads(message["content"])["names"]) <= {"ada", "bob"}
+    error = ask(strict=True).json()["error"]
+    assert error["param"] == "response_format"
+    assert "uniqueItems" in error["message"]
+
+
 MOVE = {
     "type": "object",
     "properties": {"to": {"$ref": "#/$defs/place"}, "steps": {"type": "integer", "minimum": 1, "maximum": 99}},

@@ -89,20 +89,21 @@ class Grammars:
         self._lock = threading.Lock()
         self._matcher = functools.lru_cache(KEPT_GRAMMARS)(self._compiled)
 
-    def json(self, schema: Mapping[str, Any] | None = None) -> Callable[[], JsonGrammar]:
+    def json(self, schema: Mapping[str, Any] | None = None, lenient: bool = False) -> Callable[[], JsonGrammar]:
         """Return a function that makes a processor for one generation, which writes JSON of a schema.
 
         This may take seconds for a new schema, so a server calls it in a thread.
 
         Args:
             schema: a JSON schema; None for any JSON object.
+            lenient: ignore keywords that are not supported.
 
         Raises:
-            ValueError: not a schema, one that nothing satisfies, one with keywords that are not supported, or one that
-                is too large; the message says which.
+            ValueError: not a schema, one that nothing satisfies, one with keywords that are not supported (without
+                `lenient`), or one that is too large; the message says which.
             ModuleNotFoundError: llguidance is not installed.
         """
-        return self._processors(_grammar({"type": "object"} if schema is None else schema))
+        return self._processors(_grammar({"type": "object"} if schema is None else schema, lenient))
 
     def calls(
         self,
@@ -111,6 +112,7 @@ class Grammars:
         form: CallForm | None = None,
         several: bool = True,
         answer: Mapping[str, Any] | None = None,
+        lenient_answer: bool = False,
     ) -> Callable[[], JsonGrammar]:
         """Return a function that makes a processor for one generation, which calls tools with valid arguments.
 
@@ -119,13 +121,15 @@ class Grammars:
             form: how calls are written in an answer that consists of calls; None: any text, and calls in any form.
             several: whether an answer may have several calls; if not, it ends after the first.
             answer: the schema of an answer without calls, which is JSON; only with `form`. None: there must be calls.
+            lenient_answer: ignore keywords of `answer` that are not supported.
 
         Raises:
             ValueError: a schema is not valid or not supported, see `json`; the message names the tool.
             ModuleNotFoundError: llguidance is not installed.
         """
         try:
-            return self._processors(_llguidance().LLMatcher.grammar_from_lark(self._lark(tools, form, several, answer)))
+            rest = None if answer is None else _schema_text(answer, lenient_answer)
+            return self._processors(_llguidance().LLMatcher.grammar_from_lark(self._lark(tools, form, several, rest)))
         except ValueError:
             for tool in tools:
                 try:
@@ -135,9 +139,7 @@ class Grammars:
                     raise ValueError(f"json_schema: of {tool.name}, {reason}") from its
             raise
 
-    def _lark(
-        self, tools: Sequence[ToolSchema], form: CallForm | None, several: bool, answer: Mapping[str, Any] | None
-    ) -> str:
+    def _lark(self, tools: Sequence[ToolSchema], form: CallForm | None, several: bool, answer: str | None) -> str:
         """Return the grammar of `calls`, in llguidance's variant of Lark."""
         added = self._tokenizer.get_added_vocab()
         tags = {text: [added[text]] if text in added else [] for text in (OPEN, CLOSE)}
@@ -179,7 +181,7 @@ class Grammars:
             rules["WS"] = r"/[ \n]/"
         if answer is not None:
             rules["start"] += " | answer"
-            rules["answer"] = f"%json {_schema_text(answer)}"
+            rules["answer"] = f"%json {answer}"
         lark = "\n".join(f"{name}: {rule}" for name, rule in rules.items())
         if len(lark) > 2 * MAX_SCHEMA:
             raise ValueError(f"json_schema: expected at most {2 * MAX_SCHEMA:,} characters, got {len(lark):,}")

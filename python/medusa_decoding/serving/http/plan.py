@@ -311,10 +311,10 @@ class Planner:
 
     def _grammar(self, body: ChatRequest, offer: Offer) -> Callable[[], Any] | None:
         """Return what makes the grammar of an answer: JSON of a schema, tool calls, or either."""
-        make, schema = None, _answer_schema(body)
+        make, (schema, lenient) = None, _answer_schema(body)
         if schema is not None and not offer.forced:
             try:
-                make = self._grammars.json(schema)
+                make = self._grammars.json(schema, lenient)
             except ValueError as error:
                 raise ApiError(f"response_format: {error}", param="response_format", code="invalid_value") from error
         if not offer.tools or (make is None and not offer.constrained):
@@ -325,7 +325,9 @@ class Planner:
         several = (form is None or form.tagged) if offer.several is None else offer.several
         try:
             answer = None if make is None else schema
-            return self._grammars.calls(offer.schemas(), form=form, several=several, answer=answer)
+            return self._grammars.calls(
+                offer.schemas(), form=form, several=several, answer=answer, lenient_answer=lenient
+            )
         except ValueError as error:
             raise ApiError(f"tools: {error}", param="tools", code="invalid_value") from error
 
@@ -334,17 +336,17 @@ class Planner:
         return Grammars(self._encoder.tokenizer, self._vocabulary, self._encoder.ends(self._eos))
 
 
-def _answer_schema(body: ChatRequest) -> dict[str, Any] | None:
-    """Return the schema that an answer obeys; None for free text."""
+def _answer_schema(body: ChatRequest) -> tuple[dict[str, Any] | None, bool]:
+    """Return the schema that an answer obeys, None for free text, and whether keywords may be ignored."""
     form = body.response_format
     if form is None:
-        return None
+        return None, False
     if (form.type == "json_schema") != (form.json_schema is not None):
         message = f"response_format.json_schema: expected it with type 'json_schema' only, got type {form.type!r}"
         raise ApiError(message, param="response_format.json_schema", code="invalid_value")
     if form.json_schema is not None:
-        return form.json_schema.schema_
-    return None if form.type == "text" else {"type": "object"}
+        return form.json_schema.schema_, not form.json_schema.strict
+    return None if form.type == "text" else {"type": "object"}, False
 
 
 def _rendered(

@@ -252,7 +252,7 @@ class AllowedChoice(Strict):
 
 
 class JsonSchema(Strict):
-    """A JSON schema, which the answer always obeys."""
+    """A JSON schema, which the answer obeys; keywords that are not supported are ignored unless it is strict."""
 
     meant = frozenset({"schema"})
 
