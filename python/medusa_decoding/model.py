@@ -50,7 +50,7 @@ from medusa_decoding.generation.tree_choice import (
     tuned_choice,
 )
 from medusa_decoding.heads import MAX_TOP_K, MedusaHeads
-from medusa_decoding.options import CACHE_DTYPES
+from medusa_decoding.options import ACTIVATION_DTYPES, CACHE_DTYPES
 from medusa_decoding.trees.published import published_tree
 from medusa_decoding.trees.tree import Tree, most_nodes
 
@@ -80,6 +80,9 @@ class MedusaModel:
         cache_dtype: "int8" keeps keys and values in 8 bits with a scale per head and token, about half the bytes of
             bfloat16. LOSSY: the text is that of the model with such a cache, whatever the tree. None: the model's
             dtype. It may be set between generations.
+        activation_dtype: "int8" rounds the inputs of layers with weights in int8 or int4 to 8 bits with a scale per
+            token, which is faster on a CPU (see docs/quantisation.md). LOSSY: the text is that of the model with such
+            layers, whatever the tree, and the base model's own forward is theirs until `undo`. None: as the layers are.
 
     Raises:
         ValueError: an unsupported model, heads of another size, or a tree the heads cannot fill. The base model is
@@ -93,10 +96,13 @@ class MedusaModel:
         tree: Tree | Literal["auto"] | None = None,
         backend: Backend = "auto",
         cache_dtype: Literal["int8"] | None = None,
+        activation_dtype: Literal["int8"] | None = None,
     ) -> None:
         self.base: Any = base
         self._suspended: tuple[weakref.ref[Any], weakref.ref[Any]] | None = None
-        self.backbone = Backbone(base)
+        if activation_dtype not in (None, *ACTIVATION_DTYPES):
+            raise ValueError(f"activation_dtype: expected None or 'int8', got {shown(activation_dtype)}")
+        self.backbone = Backbone(base, rounds=activation_dtype is not None)
         try:
             if heads is not None:
                 self._check_heads(heads)
@@ -126,6 +132,7 @@ class MedusaModel:
         tree: Tree | Literal["auto"] | None = None,
         backend: Backend = "auto",
         cache_dtype: Literal["int8"] | None = None,
+        activation_dtype: Literal["int8"] | None = None,
         **hf_kwargs: Any,
     ) -> MedusaModel:
         """Load heads and their base model.
@@ -146,6 +153,7 @@ class MedusaModel:
                 generation that samples takes a `medusa_tree_sampling.json` instead of it, if there is one.
             backend: as in the constructor.
             cache_dtype: as in the constructor.
+            activation_dtype: as in the constructor.
             **hf_kwargs: passed to `AutoModelForCausalLM.from_pretrained`. Remote code is never run.
 
         Raises:
@@ -166,7 +174,7 @@ class MedusaModel:
                 tree.check_fits(0, 0)
             base = load_base_model(None, heads, **placed)
             logger.warning("no heads: decoding plainly, one token per step; %s", without_heads(folder))
-            return cls(base.eval(), None, tree, backend, cache_dtype)
+            return cls(base.eval(), None, tree, backend, cache_dtype, activation_dtype)
         # The base model's sizes are checked before the heads take memory; heads that share lm_head do not state V.
         # A hub is not asked for the base model's config first, unless that model is given.
         found, recorded = stated_base_model(folder)
@@ -176,9 +184,9 @@ class MedusaModel:
             sizes = stated_sizes(str(named), revision)
         checkpoint = read_heads(folder, hidden_size=sizes.get("hidden_size"), vocab_size=sizes.get("vocab_size"))
         if isinstance(base_model, nn.Module):
-            return cls.from_checkpoint(base_model, checkpoint, tree, backend, cache_dtype)
+            return cls.from_checkpoint(base_model, checkpoint, tree, backend, cache_dtype, activation_dtype)
         base = load_base_model(checkpoint, base_model, **placed).eval()
-        return cls.from_checkpoint(base, checkpoint, tree, backend, cache_dtype)
+        return cls.from_checkpoint(base, checkpoint, tree, backend, cache_dtype, activation_dtype)
 
     @classmethod
     def from_checkpoint(
@@ -188,6 +196,7 @@ class MedusaModel:
         tree: Tree | Literal["auto"] | None = None,
         backend: Backend = "auto",
         cache_dtype: Literal["int8"] | None = None,
+        activation_dtype: Literal["int8"] | None = None,
     ) -> MedusaModel:
         """Put heads that were read on a loaded base model; arguments are as in `from_pretrained`.
 
@@ -197,7 +206,7 @@ class MedusaModel:
         stored = {} if isinstance(tree, Tree) else tuning_file.stored_trees(checkpoint.path, checkpoint.heads)
         causal = base.get_base_model() if hasattr(base, "get_base_model") else base  # peft's wrapper
         norm = causal.model.norm.weight
-        model = cls(base, checkpoint.heads.place(norm.device, norm.dtype), tree, backend, cache_dtype)
+        model = cls(base, checkpoint.heads.place(norm.device, norm.dtype), tree, backend, cache_dtype, activation_dtype)
         model._recall(checkpoint.path, stored)
         return model
 
@@ -251,6 +260,17 @@ class MedusaModel:
         if name is not None and name not in CACHE_DTYPES:
             raise ValueError(f"cache_dtype: expected None or {' or '.join(map(repr, CACHE_DTYPES))}, got {shown(name)}")
         self.backbone.cache_dtype = None if name is None else torch.int8
+
+    @property
+    def activation_dtype(self) -> Literal["int8"] | None:
+        """The dtype that inputs of quantised layers are rounded to; None if they are as the layers take them."""
+        return "int8" if self.backbone.linears.rounds else None
+
+    @property
+    def lossy_dtypes(self) -> dict[str, str]:
+        """The arguments among `cache_dtype` and `activation_dtype` that are set."""
+        named = {"cache_dtype": self.cache_dtype, "activation_dtype": self.activation_dtype}
+        return {name: dtype for name, dtype in named.items() if dtype is not None}
 
     def tree_choice(
         self, batch: int = 1, prefix: int = 128, tree: Tree | Literal["auto"] | None = None, sample: bool = False
@@ -515,7 +535,8 @@ class MedusaModel:
         """Copy and pickle by constructor arguments: a copy swaps the modules of its own copy of the base model."""
         kept = ("_accuracies", "_stored_trees", "_tuning", "_untuned")
         state = {name: getattr(self, name) for name in kept}
-        return type(self), (self.base, self.heads, self._tree, self._backend, self.cache_dtype), state
+        dtypes = self.cache_dtype, self.activation_dtype
+        return type(self), (self.base, self.heads, self._tree, self._backend, *dtypes), state
 
     def __enter__(self) -> MedusaModel:
         """Return the model itself."""

@@ -9,8 +9,8 @@ ACCEPTANCES = ("lossless", "typical")
 """How draft tokens are accepted, see `MedusaModel.generate`."""
 DTYPES = ("float32", "bfloat16", "float16")
 """Names of the dtypes of weights."""
-CACHE_DTYPES = ("int8",)
-"""Names of the dtypes that a KV cache may have instead of the model's, see `MedusaModel`."""
+CACHE_DTYPES = ACTIVATION_DTYPES = ("int8",)
+"""Names of dtypes that a KV cache and inputs of quantised layers may have instead of the model's, see `MedusaModel`."""
 VLLM_VERSIONS = "0.28 to 0.32"
 """Versions of vLLM that read Medusa heads themselves."""
 VLLM_LATER = "0.33 and later need the plugin medusa-vllm, which reads heads as they are"

@@ -20,7 +20,7 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, DynamicCache, TorchAoConfig
 
-from medusa_decoding import MedusaModel, Tree
+from medusa_decoding import MedusaModel, Tree, medusa_generate
 from medusa_decoding.backbone.fused_layers import forms, obstacle
 from medusa_decoding.checkpoints import write_heads
 from medusa_decoding.linears.holding import LinearHold
@@ -371,6 +371,8 @@ def write_quantised(settings, folder, family="qwen2"):
         group = columns if settings["group_size"] == -1 else settings["group_size"]
         codes = torch.randint(16, (columns, rows), generator=generator)
         zeros = torch.randint(0 if awq or later else 1, 16, (columns // group, rows), generator=generator)
+        if settings.get("sym"):
+            zeros.fill_(8)
         scales = (torch.rand(zeros.shape, generator=generator) + 0.5).mul(0.04).half()
         groups = torch.arange(columns) // group
         if settings.get("desc_act"):
@@ -578,6 +580,74 @@ def test_held_weights_round_activations_that_have_gradients_too(folder):
         layer(x).sum().backward()
         torch.testing.assert_close(layer(x), expected, rtol=0, atol=1e-5)
         torch.testing.assert_close(x.grad, unit.sum(1).expand(3, -1), rtol=0, atol=1e-4)
+
+
+ROUNDABLE = {
+    "torchao int8 dynamic": lambda: torchao("Int8WeightOnlyConfig"),
+    "torchao int4 dynamic": lambda: torchao("IntxWeightOnlyConfig", int4),
+}
+
+
+@pytest.mark.parametrize(("name", "config"), ROUNDABLE.items(), ids=ROUNDABLE)
+def test_inputs_of_quantised_layers_are_rounded_if_asked(name, config, folder):
+    """As by the library's own layers that do so, which hold the same weights."""
+    own, heads = loaded(name, folder / "base"), folder / "heads"
+    settings = {"quantization_config": config(), "dtype": torch.float32, "tree": TREE}
+    with MedusaModel.from_pretrained(heads, activation_dtype="int8", **settings) as medusa:
+        model = medusa.base
+        assert re.search(CASES[name].found, forms(medusa.backbone.decoder))
+        found = texts(medusa)
+        assert medusa.backbone.native is not None
+        x = torch.randn(1, 5, 192, generator=torch.Generator().manual_seed(4))
+        layers = [one.model.layers[1].mlp.down_proj for one in (model, own)]
+        torch.testing.assert_close(layers[0](x), layers[1](x), rtol=1e-5, atol=1e-5)
+        with pytest.raises(ValueError, match=r"activation_dtype: expected .int8. like another .* got None"):
+            MedusaModel(model)
+        copied = copy.deepcopy(medusa)
+        assert copied.activation_dtype == "int8"
+    for row, text in zip(ROWS, found, strict=True):
+        assert_own_text(own, row, text, ROUNDED)
+    assert not torch.equal(model.model.layers[1].mlp.down_proj(x), layers[0](x))
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_inputs_of_symmetric_gptq_are_rounded(ordered, tmp_path):
+    plain = write_quantised(FILES["gptq"] | {"sym": True, "desc_act": ordered}, tmp_path)
+    x = torch.randn(1, 5, 192, generator=torch.Generator().manual_seed(4))
+    with MedusaModel.from_pretrained(tmp_path, dtype=torch.float32, activation_dtype="int8") as medusa:
+        layer = medusa.base.model.layers[1].mlp.down_proj
+        rounded = quantised.rounded(x, "dynamic", layer.weight)
+        expected = torch.nn.functional.linear(rounded, plain.model.layers[1].mlp.down_proj.weight)
+        torch.testing.assert_close(layer(x), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_inputs_are_rounded_for_a_call_of_transformers_generate(folder):
+    model, codes = loaded("torchao int8", folder / "base"), []
+
+    def look(ids, scores):
+        codes.append(read(model.model.layers[0].mlp.down_proj).codes)
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    settings = {"custom_generate": medusa_generate, "heads": folder / "heads", "stopping_criteria": [look]}
+    for dtype in ("int8", None, "int8"):
+        model.generate(ROWS[0][None], activation_dtype=dtype, max_new_tokens=1, **settings)
+    assert codes == ["dynamic", "int4", "dynamic"]
+    assert read(model.model.layers[0].mlp.down_proj).codes == "int4"
+
+
+def test_inputs_that_cannot_be_rounded_are_named(folder):
+    for name, reason in {
+        "torchao int4": "int4 with zero points in model.layers.0",
+        "bnb nf4": "weights in nf4 in model.layers.0",
+        None: "expected a model with weights in int8 or int4, got none",
+    }.items():
+        model = small() if name is None else loaded(name, folder / "base")
+        before = dict(model.named_modules())
+        with pytest.raises(ValueError, match=f"activation_dtype: .*{reason}"):
+            MedusaModel(model, activation_dtype="int8")
+        assert dict(model.named_modules()) == before
+    with pytest.raises(ValueError, match="activation_dtype: expected None or 'int8', got 'int4'"):
+        MedusaModel(small(), activation_dtype="int4")
 
 
 def test_a_shared_embedding_stays_whole(folder):

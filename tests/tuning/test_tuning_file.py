@@ -151,6 +151,15 @@ def test_a_tuning_holds_for_the_dtype_of_the_cache(tuned):
         assert model.tree_choice(1, 8) == tuned_choice
 
 
+def test_a_tuning_holds_for_the_dtype_of_activations(tuned):
+    with MedusaModel.from_pretrained(tuned / "heads") as model:
+        plain = conditions_of(model)
+        model.backbone.linears.rounds = True
+        assert plain.differences(conditions_of(model)) == [
+            "dtype: tuned with float32, now float32, activations in int8"
+        ]
+
+
 def test_plain_and_undecided_cases_say_so(tuned):
     with MedusaModel.from_pretrained(tuned / "heads") as model:
         plain = model.tree_choice(1, 64)

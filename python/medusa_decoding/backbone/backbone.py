@@ -61,7 +61,7 @@ class Backbone:
             The model is left unchanged.
     """
 
-    def __init__(self, base: nn.Module) -> None:
+    def __init__(self, base: nn.Module, rounds: bool = False) -> None:
         causal: Any = base
         if hasattr(base, "get_base_model"):  # peft's wrapper
             if causal.active_peft_config.is_prompt_learning:
@@ -82,7 +82,7 @@ class Backbone:
         family = family_of(getattr(attention, "original", attention))
         assert family is not None, "check_layers has refused it"
         self.family = family
-        self.linears = LinearHold(causal)
+        self.linears = LinearHold(causal, rounds)
         try:
             self.check(base, now=False)
             self.lock = lock_of(decoder)

@@ -357,6 +357,8 @@ def _runtime(backbone: Backbone, backend: Backend) -> dict[str, Any]:
     named = _named(backbone.device, backbone.dtype, backend, backbone.peers.size)
     if backbone.cache_dtype is not None:
         named["dtype"] += f", cache in {str(backbone.cache_dtype).removeprefix('torch.')}"
+    if backbone.linears.rounds:
+        named["dtype"] += ", activations in int8"
     return named
 
 

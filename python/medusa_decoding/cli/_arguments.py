@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from medusa_decoding.options import ACCEPTANCES, BACKENDS, CACHE_DTYPES, DTYPES, PROMPT_TOKENS, TURNS
+from medusa_decoding.options import ACCEPTANCES, ACTIVATION_DTYPES, BACKENDS, CACHE_DTYPES, DTYPES, PROMPT_TOKENS, TURNS
 from medusa_decoding.serving.loading import base_model as base_model
 from medusa_decoding.serving.loading import find_model, heads_of
 from medusa_decoding.serving.loading import load_model as load_model
@@ -158,12 +158,14 @@ def add_backend(parser: argparse.ArgumentParser, words: str = "how steps run, as
     parser.add_argument("--backend", choices=BACKENDS, default="auto", help=words)
 
 
-def add_cache_dtype(parser: argparse.ArgumentParser) -> None:
-    """Add `--cache-dtype`."""
+def add_dtypes(parser: argparse.ArgumentParser) -> None:
+    """Add `--cache-dtype` and `--activation-dtype`."""
     words = (
         "int8: keys and values in 8 bits, about half the memory of bfloat16; LOSSY (default: the dtype of the weights)"
     )
     parser.add_argument("--cache-dtype", choices=CACHE_DTYPES, help=words)
+    words = "int8: layers in int8 or int4 round their inputs to 8 bits, faster on a CPU; LOSSY (default: they do not)"
+    parser.add_argument("--activation-dtype", choices=ACTIVATION_DTYPES, help=words)
 
 
 def add_decoding(parser: argparse.ArgumentParser, new_tokens: int | str) -> None:

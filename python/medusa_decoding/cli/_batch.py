@@ -87,7 +87,7 @@ class Batch:
             "sampling": self._sampling,
             "heads": fingerprint(heads) if typical and heads is not None else None,
             "tree": repr(self.model.tree) if typical else None,
-            **({} if self.model.cache_dtype is None else {"cache_dtype": self.model.cache_dtype}),
+            **self.model.lossy_dtypes,
             "decoding": {name: value for name, value in decoding.items() if name != "transformers_version"},
         }
 

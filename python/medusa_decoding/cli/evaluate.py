@@ -52,7 +52,8 @@ def _run(args: argparse.Namespace) -> int:
 def warn(evaluation: Evaluation) -> None:
     """Warn about texts that differ although they must not: in float32 every text is the base model's own."""
     settings = evaluation.settings
-    lossless = settings.get("acceptance", "lossless") == "lossless" and "cache_dtype" not in settings
+    lossy = {"cache_dtype", "activation_dtype"} & settings.keys()
+    lossless = settings.get("acceptance", "lossless") == "lossless" and not lossy
     if evaluation.different and lossless and settings["dtype"] == "float32":
         first = evaluation.different[0]
         print(

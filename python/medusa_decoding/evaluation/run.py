@@ -170,7 +170,7 @@ class _Run:
             "backend": self._backend,
             "threads": torch.get_num_threads(),
             "template": "chat" if isinstance(self.conversations.chat, ChatTemplate) else "none",
-            **({} if model.cache_dtype is None else {"cache_dtype": model.cache_dtype}),
+            **model.lossy_dtypes,
         } | self.generation
 
     def _measure(self, one: Measured, ids: list[int], common: dict[str, Any]) -> list[int]:

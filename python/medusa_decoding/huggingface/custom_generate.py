@@ -46,6 +46,7 @@ def medusa_generate(
     posterior_alpha: float = 0.3,
     backend: Backend = "auto",
     cache_dtype: Literal["int8"] | None = None,
+    activation_dtype: Literal["int8"] | None = None,
     seed: int | None = None,
     metrics: bool = False,
     stop_strings: str | list[str] | None = None,
@@ -80,6 +81,7 @@ def medusa_generate(
         posterior_alpha: delta of typical acceptance.
         backend: how steps run, as in `MedusaModel`.
         cache_dtype: of keys and values, as in `MedusaModel`; "int8" is LOSSY.
+        activation_dtype: of the inputs of quantised layers, as in `MedusaModel`; "int8" is LOSSY.
         seed: of sampling, as in `MedusaModel.generate`.
         metrics: record counts and times (with `return_dict_in_generate`).
         stop_strings: a row ends after the token that completes one of these; also needs `tokenizer=`. transformers
@@ -131,7 +133,7 @@ def medusa_generate(
             seed=whole_seed(seed),
             metrics=metrics,
         )
-        with borrow_model(model, heads, backend, cache_dtype) as medusa:
+        with borrow_model(model, heads, backend, cache_dtype, activation_dtype) as medusa:
             output = medusa.run(request, tree)
     return output if config.return_dict_in_generate else output.sequences
 

@@ -21,10 +21,10 @@ from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.model import MedusaModel
 
 MAX_CACHED = 2
-"""How many MedusaModels are cached per model, one per set of heads: the most recently used ones."""
+"""How many MedusaModels are cached per model, the most recently used ones."""
 
-# From a model to its heads (an object, or the name of a checkpoint) to the MedusaModel. A suspended MedusaModel does
-# not keep its base model alive, so an entry is deleted with its model.
+# From a model to its heads (an object, or the name of a checkpoint) with the dtype of activations to the MedusaModel. A
+# suspended MedusaModel does not keep its base model alive, so an entry is deleted with its model.
 _cache: weakref.WeakKeyDictionary[nn.Module, dict[Any, MedusaModel]] = weakref.WeakKeyDictionary()
 _cache_lock = threading.RLock()
 
@@ -35,10 +35,12 @@ def borrow_model(
     heads: MedusaHeads | str | Path | None,
     backend: Backend = "auto",
     cache_dtype: Literal["int8"] | None = None,
+    activation_dtype: Literal["int8"] | None = None,
 ) -> Iterator[MedusaModel]:
-    """Yield a MedusaModel of a model for one call, the one cached by the last call with these heads if there is one.
+    """Yield a MedusaModel of a model for one call, the one cached by the last such call if there is one.
 
-    `backend` and `cache_dtype` say how it runs in this call, and which stored tuning is looked for when it is made.
+    It is cached by heads and `activation_dtype`. `backend` and `cache_dtype` say how it runs in this call, and which
+    stored tuning is looked for when it is made.
 
     Calls of several threads wait for each other. A MedusaModel in use is not in the cache: a call within a call gets
     another one.
@@ -52,14 +54,17 @@ def borrow_model(
     if not isinstance(heads, MedusaHeads):
         folder = Path(heads).expanduser()
         key = str(folder.resolve() if folder.is_dir() else heads)
+    key = key, activation_dtype
     with lock_of(getattr(model, "model", model)).held():
         with _cache_lock:
             medusa = _cache.get(model, {}).pop(key, None)
         if medusa is None or not _resumed(medusa, model):
             medusa = (
-                MedusaModel(model, heads)
+                MedusaModel(model, heads, activation_dtype=activation_dtype)
                 if isinstance(heads, MedusaHeads)
-                else MedusaModel.from_pretrained(heads, model, backend=backend, cache_dtype=cache_dtype)
+                else MedusaModel.from_pretrained(
+                    heads, model, backend=backend, cache_dtype=cache_dtype, activation_dtype=activation_dtype
+                )
             )
         medusa.backend = backend
         try:

@@ -19,26 +19,30 @@ import torch
 from torch import nn
 
 from medusa_decoding.linears.packed import PackedLinear, TakenNumbers
-from medusa_decoding.linears.reading import is_hooked
+from medusa_decoding.linears.reading import is_hooked, read
 from medusa_kernels import Projection, quantised
 
 
 @dataclass
 class _Held:
-    """What has been changed in a model's linear modules, for how many users, and how it is undone."""
+    """What has been changed in a model's linear modules, for how many users, and how it is undone.
 
+    With `rounds`, quantised modules round their inputs to 8 bits.
+    """
+
+    rounds: bool
     users: int = 0
     undo: list[Callable[[], object]] = field(default_factory=list)
 
     def change(self, causal: nn.Module) -> None:
-        """Prepare the modules; raises `ValueError` for compressed ones that cannot be read."""
+        """Prepare the modules; raises `ValueError` for compressed ones that cannot be read, or inputs not rounded."""
         children = ((parent, *child) for parent in causal.modules() for child in parent._modules.items())
         places: list[tuple[nn.Module, str, Any]] = [place for place in children if place[2] is not None]
         stored = Counter(_address(module) for _, _, module in places)
         hook: Any = getattr(causal, "ct_decompress_hook", None)
         for parent, name, module in places:
             found: Projection | str | None = None
-            taken = None
+            order = taken = None
             if getattr(module, "support_avx512bf16_for_cpu", False):
                 # bitsandbytes' first forward on such a CPU would repack the weight, and round its scales.
                 module.support_avx512bf16_for_cpu = False
@@ -53,12 +57,24 @@ class _Held:
                     )
             elif (found := None if "base_layer" in name else _int4_of_torchao(module)) is not None:
                 taken = TakenNumbers(module.weight) if stored[_address(module)] == 1 else None
+            if self.rounds:
+                if type(module) is PackedLinear:
+                    found, order = module.projection, module.order
+                found = _rounding(read(module) if found is None else found)
+                if isinstance(found, str):
+                    raise ValueError(
+                        "activation_dtype: expected weights in int8, or in int4 in groups of a multiple of "
+                        f"{quantised.DYNAMIC_GROUP_MULTIPLE} without zero points, on a CPU, got {found} in "
+                        f"{_path(causal, module)}"
+                    )
             if isinstance(found, Projection):
-                packed = PackedLinear(found, original=module, taken=taken).train(module.training)
+                packed = PackedLinear(found, order, module, taken).train(module.training)
                 self.undo.append(functools.partial(_put_back, causal, packed))
                 parent._modules[name] = packed
                 if taken is not None:
                     taken.free()
+        if self.rounds and not any(isinstance(module, PackedLinear) for module in causal.modules()):
+            raise ValueError("activation_dtype: expected a model with weights in int8 or int4, got none that is read")
         if hook is not None:
             # compressed-tensors decompresses the whole model in its first forward.
             hooks = causal._forward_pre_hooks
@@ -104,12 +120,15 @@ class LinearHold(contextlib.AbstractContextManager["LinearHold"]):
 
     Args:
         causal: the causal language model.
+        rounds: whether weights in int8 and int4 meet inputs that are rounded to 8 bits (`quantised.rounded`).
 
     Raises:
-        ValueError: a compressed module that cannot be read; nothing is changed then.
+        ValueError: a compressed module that cannot be read, a quantised one whose inputs cannot be rounded although
+            `rounds` is set, or another hold of this model with another `rounds`; nothing is changed then.
     """
 
-    def __init__(self, causal: nn.Module) -> None:
+    def __init__(self, causal: nn.Module, rounds: bool = False) -> None:
+        self.rounds = rounds
         self._of: list[nn.Module] = []
         self._finalizer = weakref.finalize(self, _release, self._of)
         self._finalizer.atexit = False
@@ -118,7 +137,12 @@ class LinearHold(contextlib.AbstractContextManager["LinearHold"]):
     def resume(self, causal: nn.Module) -> None:
         """Hold the model again after `undo`; arguments and errors as in the constructor."""
         with _LOCK:
-            held = _held.get(causal) or _Held()
+            held = _held.get(causal) or _Held(self.rounds)
+            if held.rounds != self.rounds:
+                dtypes = ["'int8'" if rounds else "None" for rounds in (held.rounds, self.rounds)]
+                raise ValueError(
+                    "activation_dtype: expected {} like another MedusaModel of this base model, got {}".format(*dtypes)
+                )
             if not held.users:
                 try:
                     held.change(causal)
@@ -204,3 +228,26 @@ def _compressed(module: Any) -> Projection | str:
     if plain and scale.numel() in (1, len(stored)):
         return Projection(stored.detach(), bias, scale.reshape(-1).expand(len(stored)).contiguous(), None, codes)
     return described
+
+
+def _rounding(found: Projection | str) -> Projection | str | None:
+    """Return a projection with inputs that are rounded to 8 bits, or why that cannot be; None for a plain module."""
+    if isinstance(found, str):
+        return None
+    weight, _, scale, zero, codes = found
+    if scale is None:
+        return None
+    if codes == "dynamic":
+        return found
+    if weight.device.type != "cpu":
+        return f"weights on {weight.device}"
+    if weight.dtype == torch.int8:
+        return found._replace(codes="dynamic")
+    if weight.dtype != torch.uint8 or codes != "int4":
+        return f"weights in {codes if weight.dtype == torch.uint8 else str(weight.dtype).removeprefix('torch.')}"
+    if zero is not None and bool((zero != quantised.MIDDLE).any()):
+        return "int4 with zero points"
+    group = quantised.group_size(weight, scale)
+    if group % quantised.DYNAMIC_GROUP_MULTIPLE:
+        return f"int4 in groups of {group}"
+    return found._replace(zero=quantised.row_sums(weight, scale), codes="dynamic")

@@ -43,7 +43,7 @@ class ServerArguments(BaseModel):
         template: a chat template, see `chat.template.prompt_encoder`.
         tree: a `Tree`, or text for `trees.parsing.parse_tree`; None for the model's default.
         backend: see `MedusaModel`.
-        cache_dtype: see `MedusaModel`.
+        cache_dtype, activation_dtype: see `MedusaModel`.
         served_model_name: the name in requests; None for one made from `model`.
         api_key: None for the variable MEDUSA_API_KEY; without both there is no key.
         slots: answers that are written at the same time.
@@ -62,6 +62,7 @@ class ServerArguments(BaseModel):
     tree: Annotated[Any, BeforeValidator(_tree)] = None
     backend: Literal["auto", "eager", "compiled", "graph"] = "auto"
     cache_dtype: Literal["int8"] | None = None
+    activation_dtype: Literal["int8"] | None = None
     served_model_name: str | None = None
     api_key: str | None = None
     slots: Annotated[int, Field(ge=1)] = SLOTS

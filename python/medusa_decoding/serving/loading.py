@@ -58,7 +58,7 @@ def load_model(args: Any, **placed: Any) -> MedusaModel:
     placed = placed or {"device_map": None if args.device == "cpu" else args.device}
     return MedusaModel.from_pretrained(
         heads_of(args), base_model(args), dtype=args.dtype or "auto", tree=args.tree, backend=args.backend,
-        cache_dtype=getattr(args, "cache_dtype", None), **placed,
+        **{name: getattr(args, name, None) for name in ("cache_dtype", "activation_dtype")}, **placed,
     )  # fmt: skip
 
 

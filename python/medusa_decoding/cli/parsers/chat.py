@@ -31,6 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _arguments.add_option(parser, "--load FILE", Path, "start with the history in a JSON file")
     _arguments.add_option(parser, "--save FILE", Path, "write the history to a JSON file after each answer")
     _arguments.add_template(parser)
-    _arguments.add_cache_dtype(parser)
+    _arguments.add_dtypes(parser)
     _arguments.add_decoding(parser, new_tokens=512)
     _arguments.add_sampling(parser)

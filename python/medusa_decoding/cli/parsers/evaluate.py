@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--categories", nargs="+", metavar="NAME", help="only these (default: all)")
     _arguments.add_model(parser)
     _arguments.add_template(parser)
-    _arguments.add_cache_dtype(parser)
+    _arguments.add_dtypes(parser)
     _arguments.add_decoding(parser, new_tokens=256)
     _arguments.add_sampling(parser)
     words = "times that each text is written and timed by each way"

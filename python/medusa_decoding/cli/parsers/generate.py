@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--chat", action="store_true", help="the prompt is a user message: apply the chat template")
     _arguments.add_template(parser)
-    _arguments.add_cache_dtype(parser)
+    _arguments.add_dtypes(parser)
     _arguments.add_decoding(parser, new_tokens=256)
     _arguments.add_sampling(parser)
     parser.add_argument("--metrics", action="store_true", help="also print acceptance and times of the steps")

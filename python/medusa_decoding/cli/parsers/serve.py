@@ -36,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _arguments.add_template(parser)
     option(parser, "--tree TREE", _arguments.tree, "as in medusa generate, without +lookup; requests may name others")
     _arguments.add_backend(parser)
-    _arguments.add_cache_dtype(parser)
+    _arguments.add_dtypes(parser)
     option(parser, "--host ADDRESS", str, "address to listen on; 0.0.0.0 for all networks", "127.0.0.1")
     option(parser, "--port N", port, "port to listen on; 0 for a free one", 8000)
     words = "key that requests must send as a bearer token (default: the variable MEDUSA_API_KEY, which other users of "

@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--undecided", choices=("refuse", "auto"), default="refuse", help=words)
     words = "how steps run, as in medusa generate; the choice holds for this backend only (default: auto)"
     _arguments.add_backend(parser, words)
-    _arguments.add_cache_dtype(parser)
+    _arguments.add_dtypes(parser)
     add_option(
         parser, "--calibration FILE", _arguments.path, "of medusa calibrate (default: calibration.json of the heads)"
     )
