@@ -12,6 +12,8 @@ ends in "-all". For each form:
 * How far the ops' product is from that of the library's own layer, at most, relative to the largest number of it.
 * In bfloat16, in turn within this process: the milliseconds of a plain step through the ops and module by module (the
   library's own kernels), and of a step with 4 and 8 nodes through the ops. Ratios are medians over the rounds.
+* Of forms whose inputs may be rounded (`activation_dtype="int8"`): in float32 how often that changes texts and next
+  tokens, and by how much their distributions; in bfloat16 the times of its steps over the others', in turn.
 """
 
 from __future__ import annotations
@@ -180,6 +182,45 @@ def texts(model: MedusaModel, tree: Tree, prompts: Sequence[torch.Tensor]) -> di
 
 
 @torch.no_grad()
+def rounding(model: MedusaModel, rounded: MedusaModel, prompts: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """Compare the answers of the plain loop, and the distributions of next tokens along the model's own ones."""
+    equal, same, divergences = 0, 0, []
+    for ids in prompts:
+        text, other = (
+            one.generate(ids, max_new_tokens=NEW_TOKENS, tree=Tree([]), eos_token_id=[]).sequences  # type: ignore
+            for one in (model, rounded)
+        )
+        equal += torch.equal(text, other)
+        p, q = (one.base(text).logits[0, ids.shape[1] - 1 : -1].double().log_softmax(-1) for one in (model, rounded))
+        same += int((p.argmax(-1) == q.argmax(-1)).sum())
+        divergences += (p.exp() * (p - q)).sum(-1).tolist()
+    return {
+        "texts": len(prompts), "equal": equal, "tokens": len(divergences), "same_next": same / len(divergences),
+        "divergence": statistics.mean(divergences), "largest": max(divergences),
+    }  # fmt: skip
+
+
+@torch.no_grad()
+def rounded_times(model: MedusaModel, rounded: MedusaModel, trees: dict[int, Tree], rounds: int) -> dict[str, Any]:
+    """Time steps with rounded inputs and without, in turn."""
+    ways = {
+        (name, nodes): (one, tree) for name, one in (("", model), ("rounded", rounded)) for nodes, tree in trees.items()
+    }
+    turns = {way: turn(*prepare_step(one, tree, "eager", PREFIX, 1)) for way, (one, tree) in ways.items()}
+    shuffler, found = random.Random(0), []
+    for _ in range(rounds):
+        found.append({way: statistics.median(t) for way, t in harness.in_turn(turns, STEPS, shuffler).items()})
+    return {
+        "plain_ms": statistics.median(one["rounded", 1] for one in found),
+        **{f"{n} nodes": statistics.median(one["rounded", n] / one["", n] for one in found) for n in trees},
+        **{
+            f"{n} nodes_to_plain": statistics.median(one["rounded", n] / one["rounded", 1] for one in found)
+            for n in trees
+        },
+    }
+
+
+@torch.no_grad()
 def times(model: MedusaModel, library: MedusaModel, trees: dict[int, Tree], rounds: int) -> dict[str, Any]:
     """Time steps through the ops, and plain ones of a copy that runs as its library's modules, in turn."""
     # A layer with a hook runs as its modules, and so do all others.
@@ -211,6 +252,15 @@ def measure(form: str, folder: Path, args: argparse.Namespace, ids: Sequence[tor
             trees = {n: Tree.optimal(accuracies.by_rank, n) if n > 1 else Tree([]) for n in (1, *NODES)}
             found |= texts(model, trees[NODES[-1]], ids)
             found["layers"] = "ops" if model.backbone.native is not None else "modules"
+            if "int" in form:
+                other = FORMS[form](folder, dtype).eval()
+                with MedusaModel.from_pretrained(args.heads, other, activation_dtype="int8") as rounded:
+                    if dtype == torch.float32:
+                        found["rounding"] = rounding(model, rounded, ids)
+                        found["rounding"]["tree"] = texts(rounded, trees[NODES[-1]], ids)
+                    elif args.rounds:
+                        found["rounding"] = rounded_times(model, rounded, trees, args.rounds)
+                del other, rounded
             if dtype == torch.bfloat16 and args.rounds:
                 with MedusaModel(library) as other:
                     found |= times(model, other, trees, args.rounds)
