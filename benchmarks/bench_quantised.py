@@ -23,7 +23,7 @@ import gc
 import random
 import statistics
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ from benchmarks.bench_step import prepare_step
 from medusa_decoding.checkpoints import pretrained
 from medusa_decoding.checkpoints.accuracies import find_accuracies
 from medusa_decoding.evaluation.prompts import Conversations, read_prompts
+from medusa_decoding.generation.output import MedusaOutput
 from medusa_decoding.linears.reading import read
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.trees.tree import Tree
@@ -161,16 +162,19 @@ def agreement(decoder: nn.Module, library: nn.Module) -> float | None:
     return worst
 
 
+def answer(model: MedusaModel, ids: torch.Tensor, tree: Tree) -> MedusaOutput:
+    """Return what a model writes after a prompt, up to the limit of tokens."""
+    output = model.generate(ids, max_new_tokens=NEW_TOKENS, tree=tree, eos_token_id=[])
+    assert not isinstance(output, torch.Tensor)
+    return output
+
+
 @torch.no_grad()
 def texts(model: MedusaModel, tree: Tree, prompts: Sequence[torch.Tensor]) -> dict[str, Any]:
     """Answer prompts by the plain loop and by a tree, and compare the texts."""
     equal, below, tokens, steps = 0, [0.0], 0, 0
     for ids in prompts:
-        plain_text, found = (
-            model.generate(ids, max_new_tokens=NEW_TOKENS, tree=one, eos_token_id=[]) for one in (Tree([]), tree)
-        )
-        assert not isinstance(plain_text, torch.Tensor)
-        assert not isinstance(found, torch.Tensor)
+        plain_text, found = (answer(model, ids, one) for one in (Tree([]), tree))
         first, other = (output.sequences[0].tolist() for output in (plain_text, found))
         tokens, steps = tokens + NEW_TOKENS, steps + NEW_TOKENS / found.tokens_per_step
         equal += first == other
@@ -186,10 +190,7 @@ def rounding(model: MedusaModel, rounded: MedusaModel, prompts: Sequence[torch.T
     """Compare the answers of the plain loop, and the distributions of next tokens along the model's own ones."""
     equal, same, divergences = 0, 0, []
     for ids in prompts:
-        text, other = (
-            one.generate(ids, max_new_tokens=NEW_TOKENS, tree=Tree([]), eos_token_id=[]).sequences  # type: ignore
-            for one in (model, rounded)
-        )
+        text, other = (answer(one, ids, Tree([])).sequences for one in (model, rounded))
         equal += torch.equal(text, other)
         p, q = (one.base(text).logits[0, ids.shape[1] - 1 : -1].double().log_softmax(-1) for one in (model, rounded))
         same += int((p.argmax(-1) == q.argmax(-1)).sum())
@@ -200,16 +201,21 @@ def rounding(model: MedusaModel, rounded: MedusaModel, prompts: Sequence[torch.T
     }  # fmt: skip
 
 
+def timed(steps: Mapping[Any, tuple[MedusaModel, Tree]], rounds: int) -> list[dict[Any, float]]:
+    """Time steps of models and trees in turn; return the milliseconds of each in each round."""
+    turns = {way: turn(*prepare_step(model, tree, "eager", PREFIX, 1)) for way, (model, tree) in steps.items()}
+    shuffler = random.Random(0)
+    each = (harness.in_turn(turns, STEPS, shuffler) for _ in range(rounds))
+    return [{way: statistics.median(times) for way, times in one.items()} for one in each]
+
+
 @torch.no_grad()
 def rounded_times(model: MedusaModel, rounded: MedusaModel, trees: dict[int, Tree], rounds: int) -> dict[str, Any]:
     """Time steps with rounded inputs and without, in turn."""
     ways = {
         (name, nodes): (one, tree) for name, one in (("", model), ("rounded", rounded)) for nodes, tree in trees.items()
     }
-    turns = {way: turn(*prepare_step(one, tree, "eager", PREFIX, 1)) for way, (one, tree) in ways.items()}
-    shuffler, found = random.Random(0), []
-    for _ in range(rounds):
-        found.append({way: statistics.median(t) for way, t in harness.in_turn(turns, STEPS, shuffler).items()})
+    found = timed(ways, rounds)
     return {
         "plain_ms": statistics.median(one["rounded", 1] for one in found),
         **{f"{n} nodes": statistics.median(one["rounded", n] / one["", n] for one in found) for n in trees},
@@ -226,10 +232,7 @@ def times(model: MedusaModel, library: MedusaModel, trees: dict[int, Tree], roun
     # A layer with a hook runs as its modules, and so do all others.
     library.backbone.decoder.layers[0].mlp.register_forward_pre_hook(lambda *_: None)
     steps = {f"{count} nodes": (model, tree) for count, tree in trees.items()} | {"modules": (library, Tree([]))}
-    turns = {way: turn(*prepare_step(one, tree, "eager", PREFIX, 1)) for way, (one, tree) in steps.items()}
-    shuffler, found = random.Random(0), []
-    for _ in range(rounds):
-        found.append({way: statistics.median(t) for way, t in harness.in_turn(turns, STEPS, shuffler).items()})
+    found = timed(steps, rounds)
     return {
         "plain_ms": statistics.median(one["1 nodes"] for one in found),
         **{f"{way}_to_plain": statistics.median(one[way] / one["1 nodes"] for one in found) for way in steps},

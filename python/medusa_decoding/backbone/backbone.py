@@ -41,6 +41,7 @@ class Backbone:
 
     Args:
         base: the model as loaded by transformers (tensor parallel or not), or wrapped by peft.
+        rounds: whether its quantised layers round their inputs to 8 bits, see `LinearHold`.
 
     Attributes:
         causal_lm: the causal language model, without peft's wrapper.

@@ -116,7 +116,7 @@ class LinearHold(contextlib.AbstractContextManager["LinearHold"]):
     Holds of one model share the changes; the last `undo` gives the modules back, bit for bit, as does garbage
     collection of the last hold. Weights of compressed-tensors and of torchao's int4 are replaced by `PackedLinear`, the
     former in the same memory, the latter packed to half of it, layer by layer. bitsandbytes' 4-bit layers are kept from
-    repacking themselves. Nothing else changes.
+    repacking themselves. With `rounds` all that are quantised are replaced. Nothing else changes.
 
     Args:
         causal: the causal language model.
@@ -139,9 +139,9 @@ class LinearHold(contextlib.AbstractContextManager["LinearHold"]):
         with _LOCK:
             held = _held.get(causal) or _Held(self.rounds)
             if held.rounds != self.rounds:
-                dtypes = ["'int8'" if rounds else "None" for rounds in (held.rounds, self.rounds)]
+                theirs, own = ("'int8'" if rounds else "None" for rounds in (held.rounds, self.rounds))
                 raise ValueError(
-                    "activation_dtype: expected {} like another MedusaModel of this base model, got {}".format(*dtypes)
+                    f"activation_dtype: expected {theirs} like another MedusaModel of this base model, got {own}"
                 )
             if not held.users:
                 try:

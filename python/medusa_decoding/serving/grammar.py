@@ -128,8 +128,8 @@ class Grammars:
             ModuleNotFoundError: llguidance is not installed.
         """
         try:
-            rest = None if answer is None else _schema_text(answer, lenient_answer)
-            return self._processors(_llguidance().LLMatcher.grammar_from_lark(self._lark(tools, form, several, rest)))
+            schema = None if answer is None else _schema_text(answer, lenient_answer)
+            return self._processors(_llguidance().LLMatcher.grammar_from_lark(self._lark(tools, form, several, schema)))
         except ValueError:
             for tool in tools:
                 try:
@@ -140,7 +140,7 @@ class Grammars:
             raise
 
     def _lark(self, tools: Sequence[ToolSchema], form: CallForm | None, several: bool, answer: str | None) -> str:
-        """Return the grammar of `calls`, in llguidance's variant of Lark."""
+        """Return the grammar of `calls`, in llguidance's variant of Lark; `answer` is from `_schema_text`."""
         added = self._tokenizer.get_added_vocab()
         tags = {text: [added[text]] if text in added else [] for text in (OPEN, CLOSE)}
         # llguidance takes added tokens such as <think> for no text. They may be anywhere in an answer but in calls.
