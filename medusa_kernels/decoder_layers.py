@@ -144,6 +144,7 @@ def decoder_layers(
     factor: float = 1.0,
     softcap: float | None = None,
     tables: Sequence[int] | None = None,
+    states: Sequence[int] | None = None,
 ) -> Tensor:
     """Run embedded nodes through all layers and the final norm, and append their keys and values to the cache.
 
@@ -175,9 +176,11 @@ def decoder_layers(
         factor: of what attention and MLP add to the hidden states, as in `decode_linear`.
         softcap: of the attention scores, as in `tree_attention`, or None.
         tables: which of several tables cos[i] and sin[i] each layer has; None: cos and sin are one table.
+        states: after how many layers, 1 to L, hidden states are returned as well, or None.
 
     Returns:
-        The hidden states after the final norm, `[B, N, H]`, a new contiguous tensor.
+        The hidden states after the final norm, `[B, N, H]`, a new contiguous tensor. With S `states`
+        `[1 + S, B, N, H]`: these, and then the hidden states after so many layers, without a norm.
 
     Raises:
         ValueError: an argument has a wrong shape, dtype, device or value (on the CPU also if a row or slot would be
@@ -211,6 +214,8 @@ def decoder_layers(
     if tables is not None:
         of_each = len(tables) == count and all(0 <= table < len(cos) for table in tables)
         _checks.require(of_each, "tables", f"{count} numbers below {len(cos)}, one per layer", tables)
+    within = all(0 < number <= count for number in states or ())
+    _checks.require(within, "states", f"numbers of layers from 1 to {count}", states)
     held = sum((form & _SLOT_BITS).bit_count() for form in forms) + 1
     _checks.require(len(weights) == held, "weights", f"{held} tensors, as forms has", len(weights))
     _checks.match("weights[-1]", weights[-1], (width,), "hidden", hidden)
@@ -218,6 +223,7 @@ def decoder_layers(
         hidden, list(weights), list(forms), kv, cos, sin, cache_lens, depths, ancestors,
         windows=list(windows), eps=eps, scale=scale, slots=slots, norm_offset=norm_offset, activation=activation,
         factor=factor, softcap=softcap, tables=None if tables is None else list(tables),
+        states=None if states is None else list(states),
     )  # fmt: skip
 
 
@@ -306,7 +312,7 @@ def _tables(weights: tuple[Tensor, ...], forms: tuple[int, ...], head_dim: int, 
 
 def _native(
     hidden, weights, forms, kv, cos, sin, cache_lens, depths, ancestors, *, windows, eps, scale, slots=None,
-    norm_offset=None, activation="silu", factor=1.0, softcap=None, tables=None,
+    norm_offset=None, activation="silu", factor=1.0, softcap=None, tables=None, states=None,
 ):  # fmt: skip
     """Run the op by the C++ library, on a CPU."""
     batch, nodes, width = hidden.shape
@@ -321,15 +327,15 @@ def _native(
         expected = f"{kv_heads * head_dim} rows of k ({kv_heads} heads of {head_dim}) and a multiple of that of q"
         raise ValueError(f"weights: expected {expected}, got {key_rows} and {query_rows}")
     known = _tables(tuple(weights), tuple(forms), head_dim, (query_rows, key_rows))
-    sizes, chosen = (
+    sizes, chosen, after = (
         None if numbers is None else torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        for numbers in (windows, tables)
+        for numbers in (windows, tables, states or None)
     )
     per_row = cos.dim() == (3 if tables is None else 4)
     # Held until the call has returned.
     hidden, cache_lens, depths, ancestors = (t.contiguous() for t in (hidden, cache_lens, depths, ancestors))
     own = None if slots is None else slots.contiguous()
-    out = torch.empty_like(hidden)
+    out = hidden.new_empty(_shape(hidden, states))
     try:
         _cpu.call(
             "decoder_layers",
@@ -342,7 +348,7 @@ def _native(
             ancestors, 0 if ancestors.dim() == 2 else ancestors.stride(0),
             weights[-1], known.whole_norms, float(eps), math.nan if norm_offset is None else float(norm_offset),
             float(scale), softcap and float(softcap), float(factor), ACTIVATIONS.index(activation),
-            len(forms), known.pointers, known.kinds, sizes, _cpu.TYPES[kv.dtype],
+            len(forms), known.pointers, known.kinds, sizes, _cpu.TYPES[kv.dtype], after, len(states or ()),
         )  # fmt: skip
     except _cpu.OutsideError:
         _checks.rows_fit(cache_lens.tolist(), nodes, rows)
@@ -360,13 +366,17 @@ MOST_HEAD_DIM = 256
 """The largest head that the C++ library holds in a thread's own memory."""
 
 
+def _shape(hidden: Tensor, states: Sequence[int] | None) -> tuple[int, ...]:
+    return (1 + len(states), *hidden.shape) if states else tuple(hidden.shape)
+
+
 def _compose(device: torch.device) -> Implementation:
     return Implementation("composed", _composed, "the other ops in turn")
 
 
 register(
     decoder_layers,
-    lambda a: a.hidden.new_empty(a.hidden.shape),
+    lambda a: a.hidden.new_empty(_shape(a.hidden, a.states)),
     mutates=["kv"],
     cpu=_cpu.native_or(
         "decoder_layers", _native, _compose, f"the others for more than {MOST_ROWS_CPU} rows and float16"

@@ -294,7 +294,7 @@ def codes_of(form: int, projection: int) -> str:
 
 def layers_by(
     ops, hidden, weights, forms, kv, cos, sin, cache_lens, depths, ancestors, *, windows, eps, scale, slots=None,
-    norm_offset=None, activation="silu", factor=1.0, softcap=None, tables=None,
+    norm_offset=None, activation="silu", factor=1.0, softcap=None, tables=None, states=None,
 ):  # fmt: skip
     """Run the decoder layers by the ops that they are made of; see the public `decoder_layers`."""
     head_dim, kv_heads = cache_rows.head_size(kv), kv.shape[3]
@@ -318,6 +318,7 @@ def layers_by(
             activation=activation, factor=factor,
         )  # fmt: skip
 
+    after = {}
     for index, form in enumerate(forms):
         own = [next(given) if form >> slot & 1 else None for slot in range(SLOTS)]
         input_norm, post_norm, q_norm, k_norm, attention_norm, mlp_norm = own[:NORMS]
@@ -339,8 +340,9 @@ def layers_by(
         )  # fmt: skip
         hidden = added(hidden, attended.flatten(2), codes_of(form, 3), o_proj, attention_norm)
         gated = linear(normed(hidden, post_norm), codes_of(form, 4), gate, up, gate=True)
-        hidden = added(hidden, gated, codes_of(form, 6), down, mlp_norm)
-    return normed(hidden, weights[-1])
+        hidden = after[index + 1] = added(hidden, gated, codes_of(form, 6), down, mlp_norm)
+    result = normed(hidden, weights[-1])
+    return torch.stack([result, *(after[number] for number in states)]) if states else result
 
 
 def gumbel_noise(seeds, first, rows, vocabulary):

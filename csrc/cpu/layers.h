@@ -348,6 +348,10 @@ Result layers(const Layers& a) {
       return kUnsupported;
     }
     if (!add(gated, a.inner, weights[kMlpNorm], of(kDown, a.width, a.inner))) return kUnsupported;
+    for (int64_t i = 0; i < a.states; ++i) {
+      const int64_t size = tokens * a.width;
+      if (a.after[i] == index + 1) __builtin_memcpy(hidden + (1 + i) * size, hidden, size_t(size) * sizeof(T));
+    }
   }
   normed_hidden(a.final_norm);
   __builtin_memcpy(hidden, normed, size_t(tokens * a.width) * sizeof(T));

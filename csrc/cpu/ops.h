@@ -53,7 +53,7 @@ struct Layers {
   int64_t threads;
   int64_t type;
   const void* hidden;
-  void* out;  // [batch, nodes, width]
+  void* out;  // [1 + states, batch, nodes, width]
   int64_t batch, nodes, width, heads, kv_heads, head_dim, inner;
   void* kv;  // [layers, 2, stored, kv_heads, rows, row], of which the first `sequences` are read and written
   int64_t stored, sequences, rows;
@@ -80,6 +80,8 @@ struct Layers {
   const int64_t* windows;      // [layers], sliding windows in positions, 0 for none
   // Of the cache: `type`, or kInt8, where a row ends with its scale, a float (medusa_kernels/cache_rows.py).
   int64_t kv_type;
+  const int64_t* after;  // [states], after how many layers hidden states follow the result in `out`
+  int64_t states;
 
   int64_t slot(int64_t b) const { return slots == nullptr ? b : slots[b]; }
 };

@@ -772,7 +772,9 @@ void layers() {
       cos.set(row, i, std::cos(angle)), sin.set(row, i, std::sin(angle));
     }
   }
-  Array hidden(call.type, batch * nodes, call.width), out(call.type, batch * nodes, call.width);
+  Integers<int64_t> kept({call.count, 1});
+  call.after = kept.data(), call.states = any(0, 2);
+  Array hidden(call.type, batch * nodes, call.width), out(call.type, (1 + call.states) * batch * nodes, call.width);
   Array final_norm(call.type, 1, call.width);
   hidden.fill(normal), final_norm.fill([&] { return 1 - offset_of(call) + normal() / 4; });
   const int64_t caches = call.count * 2 * call.stored * call.kv_heads;
@@ -888,6 +890,12 @@ void layers() {
         for (int64_t i = 0; i < call.inner; ++i) inner[i] = activated(inner[i], call.activation) * up[i];
         add(own, layer.down, inner, layer.mlp_norm);
       }
+    }
+  }
+  for (int64_t i = 0; call.states > 0 && i < batch * nodes; ++i) {  // after the last layer
+    for (int64_t column = 0; column < call.width; ++column) {
+      const int64_t place = (batch * nodes + i) * call.width + column;
+      check("state", place, found[place], state[i][column], allowed * (1 + std::fabs(state[i][column])));
     }
   }
   for (int64_t i = 0; i < batch * nodes; ++i) {

@@ -31,7 +31,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "narrow tables": {"rotated": 12, "tables": (0, 1), "own_tables": True},
     "all": {
         "norms": "whole", "after": True, "norm_offset": 1.0, "activation": "gelu_tanh", "softcap": 1.5,
-        "windows": (0, 6), "rotated": 10, "tables": (1, 0), "factor": 0.3, "biases": True,
+        "windows": (0, 6), "rotated": 10, "tables": (1, 0), "factor": 0.3, "biases": True, "states": (2, 1),
     },
 }  # fmt: skip
 """What `make` makes of layers other than Llama's; "narrow tables" as Phi-4-mini and SmolLM3 have them."""
@@ -243,8 +243,8 @@ def test_reference_agrees_with_a_layer_written_out() -> None:
     x = x + attended.transpose(0, 1).reshape(5, 8) @ o.T
     inner = normed(x, post)
     x = x + (torch.nn.functional.silu(inner @ gate.T) * (inner @ up.T)) @ down.T
-    got, kv = run(case, reference.decoder_layers)
-    torch.testing.assert_close(got[0], normed(x, last), rtol=1e-12, atol=1e-12)
+    got, kv = run(case | {"states": [1]}, reference.decoder_layers)
+    torch.testing.assert_close(got[:, 0], torch.stack((normed(x, last), x)), rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(kv[0, :, 0, 0, :5], torch.stack((keys, values)), rtol=1e-12, atol=1e-12)
 
 
@@ -413,6 +413,7 @@ BAD = {
         {"cos": torch.zeros(2, 12, 16), "sin": torch.zeros(2, 12, 16), "tables": [0, 2]},
         r"tables: expected 2 numbers below 2, one per layer, got \[0, 2\]",
     ),
+    "states": ({"states": [1, 3]}, r"states: expected numbers of layers from 1 to 2, got \[1, 3\]"),
 }
 
 
@@ -431,10 +432,10 @@ def test_norms_of_another_size_than_heads_are_refused() -> None:
 
 
 def test_passes_opcheck(device: str) -> None:
-    case = make(4, [3, 1], biases=True, norms="heads", dim=16, device=device)
+    case = make(4, [3, 1], biases=True, norms="heads", dim=16, device=device, states=[1])
     # opcheck compares clones of the inputs, for which NaN would never be equal.
     case["kv"] = case["kv"].nan_to_num()
-    options = {name: case.pop(name) for name in ("windows", "eps", "scale", "tables")}
+    options = {name: case.pop(name) for name in ("windows", "eps", "scale", "tables", "states")}
     torch.library.opcheck(torch.ops.medusa_kernels.decoder_layers.default, tuple(case.values()), options)
 
 
