@@ -101,10 +101,10 @@ def enlarge_heads(heads: MedusaHeads, shape: ModelShape) -> MedusaHeads:
     """Return heads for the larger model that propose what heads of the small one propose.
 
     Raises:
-        ValueError: heads with own projections or a trimmed vocabulary.
+        ValueError: heads with own projections, a trimmed vocabulary or feature layers.
     """
-    if not heads.shared_projection or heads.token_map is not None:
-        raise ValueError("heads: expected some that share the whole lm_head, got others")
+    if not heads.shared_projection or heads.token_map is not None or heads.feature_layers:
+        raise ValueError("heads: expected some that share the whole lm_head and read one state, got others")
     with torch.random.fork_rng(devices=[]):
         large = MedusaHeads(
             shape.hidden, shape.vocabulary, heads.num_heads, heads.num_layers, shared_projection=True,

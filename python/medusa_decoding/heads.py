@@ -8,12 +8,16 @@ blocks start from `h + U_k D e`, where e is the root token's row of the base mod
 mean square of 1 (Hydra, arXiv 2402.05109, gives heads the embeddings of earlier tokens too). With a parent term, drafts
 depend on the token before them, their parent in the tree, by a low-rank score that is added to the logits,
 A[parent] M_k C[candidate]. Different parents then have different children.
+
+Heads may also read states of earlier layers, as EAGLE-3's draft model does (arXiv 2503.01840, section 3.1): a linear
+map of these and of the last state, each scaled to a root mean square of 1, is added to the last state, in front of all
+heads. Their input is then the last state followed by the others, [B, (1 + F) H].
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -25,8 +29,8 @@ from medusa_decoding.linears.logits import logits_projection
 from medusa_kernels import Projection, decode_linear, heads_topk
 
 MAX_TOP_K = 32
-ROOT_EPSILON = 1e-6
-"""Added to the mean square of a root's embedding before its root is taken."""
+RMS_EPSILON = 1e-6
+"""Added to the mean square of an embedding or a state before its root is taken."""
 Storage = Literal["float", "int8", "fp8"]
 STORED: dict[Storage, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 """The dtypes of own projections that are stored in 8 bits."""
@@ -85,6 +89,8 @@ class MedusaHeads(nn.Module):
             from a checkpoint, and cannot be trained.
         parent_rank: r, rank of the term by which drafts depend on their parent token; 0 for none.
         root_rank: rank of every head's input from the root token's embedding, at most H; 0 for none.
+        feature_layers: after how many of the base model's layers states are read besides the last one, ascending, each
+            at least 1; as in transformers' `hidden_states`.
         all_parents: give every parent token its own row of the term. Otherwise, with a token_map, all tokens outside it
             share one: they are rare, and drafts are always inside it, so only the root can be one of them.
         dtype: of the weights. Converting the module (`to`, `half`) leaves 8-bit projections and scales alone.
@@ -102,11 +108,12 @@ class MedusaHeads(nn.Module):
         parent_mix: M [K, r, r], initially the identity, or None.
         root_down: D [root_rank, H], initially random (from torch's generator on the CPU), or None.
         root_up: U [K, H, root_rank], initially zero (so the root makes no difference), or None.
+        feature_map: [H, (1 + F) H] of the last state and those of F feature_layers, initially zero, or None.
 
     Raises:
         MemoryError: weights of these sizes do not fit.
-        ValueError: a count below 1 (ranks: below 0), a root_rank above H, a token_map with repeated ids or ids outside
-            [0, V), an unknown storage, or storage in 8 bits with a shared projection.
+        ValueError: a count below 1 (ranks: below 0), a root_rank above H, feature_layers out of order, a token_map with
+            repeated ids or ids outside [0, V), an unknown storage, or storage in 8 bits with a shared projection.
     """
 
     w1: nn.Parameter
@@ -119,6 +126,7 @@ class MedusaHeads(nn.Module):
     parent_mix: nn.Parameter | None
     root_down: nn.Parameter | None
     root_up: nn.Parameter | None
+    feature_map: nn.Parameter | None
     _map_rows: torch.Tensor | None
 
     def __init__(
@@ -134,6 +142,7 @@ class MedusaHeads(nn.Module):
         storage: Storage = "float",
         parent_rank: int = 0,
         root_rank: int = 0,
+        feature_layers: Sequence[int] = (),
         all_parents: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -154,12 +163,16 @@ class MedusaHeads(nn.Module):
         for name, flag in (("shared_projection", shared_projection), ("bias", bias), ("all_parents", all_parents)):
             if not isinstance(flag, bool):
                 raise ValueError(f"{name}: expected True or False, got {shown(flag)}")
+        numbers = [layer for layer in feature_layers if isinstance(layer, int) and not isinstance(layer, bool)]
+        if numbers != sorted({*feature_layers}) or min(numbers, default=1) < 1:
+            raise ValueError(f"feature_layers: expected ascending numbers of layers, got {shown(feature_layers)}")
         if token_map is not None:
             _check_token_map(token_map, vocab_size)
         self.hidden_size, self.vocab_size = hidden_size, vocab_size
         self.num_heads, self.num_layers = num_heads, num_layers
         self.storage: Storage = storage
         self.parent_rank, self.root_rank, self.all_parents = parent_rank, root_rank, all_parents
+        self.feature_layers = tuple(feature_layers)
 
         def zeros(*shape: int) -> nn.Parameter:
             try:
@@ -196,7 +209,13 @@ class MedusaHeads(nn.Module):
             self.root_up = zeros(num_heads, hidden_size, root_rank)
             with torch.no_grad():  # e has the norm H^0.5, so the elements of D e are about 1
                 self.root_down.copy_(torch.randn(root_rank, hidden_size, device="cpu") * hidden_size**-0.5)
+        self.feature_map = zeros(hidden_size, self.input_size) if self.feature_layers else None
         self._find_map_rows()
+
+    @property
+    def input_size(self) -> int:
+        """(1 + F) H, the size of what heads read at a position: the last state and those of F feature layers."""
+        return (1 + len(self.feature_layers)) * self.hidden_size
 
     @property
     def shared_projection(self) -> bool:
@@ -222,8 +241,17 @@ class MedusaHeads(nn.Module):
         return self._map_rows[tokens]
 
     def residual(self, hidden: torch.Tensor, root_embedding: torch.Tensor | None = None) -> torch.Tensor:
-        """Run the residual blocks: hidden [B, H] -> [B, K, H]; `root_embedding` as in `forward`."""
+        """Run the residual blocks: hidden [B, (1 + F) H] -> [B, K, H]; `root_embedding` as in `forward`."""
         return self._states(hidden, root_embedding).transpose(0, 1)
+
+    def _read(self, hidden: torch.Tensor, linear: Callable[..., torch.Tensor] = F.linear) -> torch.Tensor:
+        """Return what the heads start from, [B, H]: the last state and the map of all states."""
+        if hidden.shape[-1] != self.input_size:
+            raise ValueError(f"hidden: expected [B, {self.input_size}], got {list(hidden.shape)}")
+        if self.feature_map is None:
+            return hidden
+        states = hidden.unflatten(-1, (-1, self.hidden_size))
+        return states[..., 0, :] + linear(_scaled(states, hidden.dtype).flatten(-2), self.feature_map)
 
     def _root(
         self, hidden: torch.Tensor, embedding: torch.Tensor | None, linear: Callable[..., torch.Tensor] = F.linear
@@ -236,11 +264,11 @@ class MedusaHeads(nn.Module):
             return None
         if embedding.shape != hidden.shape:
             raise ValueError(f"root_embedding: expected {list(hidden.shape)}, got {list(embedding.shape)}")
-        wide = embedding.to(torch.promote_types(embedding.dtype, torch.float32))
-        return linear(F.rms_norm(wide, (self.hidden_size,), eps=ROOT_EPSILON).to(hidden.dtype), self.root_down)
+        return linear(_scaled(embedding, hidden.dtype), self.root_down)
 
     def _states(self, hidden: torch.Tensor, root_embedding: torch.Tensor | None) -> torch.Tensor:
         # Heads first, [K, B, H]: every product is then one batched matrix product of contiguous blocks.
+        hidden = self._read(hidden)
         states, root = hidden.expand(self.num_heads, -1, -1), self._root(hidden, root_embedding)
         if root is not None and self.root_up is not None:
             states = states + torch.bmm(root.expand(self.num_heads, -1, -1), self.root_up.transpose(1, 2))
@@ -258,17 +286,20 @@ class MedusaHeads(nn.Module):
         parents: torch.Tensor | None = None,
         root_embedding: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return all logits: hidden [B, H] -> [B, K, V'] (training and reference; `propose` never makes this tensor).
+        """Return all logits: hidden [B, (1 + F) H] -> [B, K, V'], for training and as a reference.
+
+        `propose` never makes this tensor.
 
         Args:
-            hidden: [B, H] hidden states after the base model's final norm.
+            hidden: [B, (1 + F) H], states after the base model's final norm, followed by those after each of
+                `feature_layers`.
             lm_head: the base model's lm_head; needed exactly when the projection is shared.
             parents: int64 [B, K], the token before each head's draft; without it the logits lack the parent's term.
             root_embedding: floats [B, H], the root tokens' rows of the base model's input embedding, of any scale;
                 needed exactly if the heads have a root_rank.
 
         Raises:
-            ValueError: a missing lm_head, or a missing, superfluous or misshapen root_embedding.
+            ValueError: a missing lm_head, a misshapen hidden, or a missing, superfluous or misshapen root_embedding.
         """
         states = self._states(hidden, root_embedding)
         if self.w2 is not None:
@@ -311,7 +342,7 @@ class MedusaHeads(nn.Module):
         The parents' term is not included: see `propose_children`.
 
         Args:
-            hidden: [B, H] hidden state of each row's last accepted token, after the base model's final norm.
+            hidden: [B, (1 + F) H], as in `forward`, of each row's last accepted token.
             k: tokens per head, 1 to 32.
             lm_head: the base model's lm_head; needed exactly when the projection is shared. What the op cannot read
                 (see `linears.reading`), such as one wrapped by peft, is called as a module.
@@ -333,7 +364,9 @@ class MedusaHeads(nn.Module):
         gather = self.w2 is None and self.token_map is not None
         # On a CPU by the threads of the op beside it: those of OpenMP would wait, busily, on the cores that it needs.
         on_cpu = hidden.device.type == "cpu"
-        root = self._root(hidden, root_embedding, _decode_linear if on_cpu else F.linear)
+        linear = _decode_linear if on_cpu else F.linear
+        hidden = self._read(hidden, linear)
+        root = self._root(hidden, root_embedding, linear)
         best = heads_topk(
             hidden, self.w1, self.b1, projected.weight, k,
             w2_scale=projected.scale, token_map=self.token_map, gather=gather,
@@ -359,7 +392,7 @@ class MedusaHeads(nn.Module):
         term over the temperature, in fp32. Equal scores keep the order of `propose`. For heads with a parent_rank.
 
         Args:
-            hidden: [B, H], as in `propose`.
+            hidden: [B, (1 + F) H], as in `forward`.
             root: int64 [B], the token before the drafts of head 0: the model's own next token.
             k: drafts after each token, 1 to min(32, V').
             lm_head: as in `propose`.
@@ -432,6 +465,7 @@ class MedusaHeads(nn.Module):
             "token_map": self.token_map,
             "parent_rank": self.parent_rank,
             "root_rank": self.root_rank,
+            "feature_layers": self.feature_layers,
             "all_parents": self.all_parents,
             "dtype": self.w1.dtype,
             "device": self.w1.device,
@@ -452,7 +486,8 @@ class MedusaHeads(nn.Module):
         parents = f", parent_rank={self.parent_rank}" if self.parent_rank else ""
         sizes = f"heads={self.num_heads}, layers={self.num_layers}, hidden={self.hidden_size}"
         root = f", root_rank={self.root_rank}" if self.root_rank else ""
-        return f"{sizes}, projection={projection}{stored}{parents}{root}"
+        features = f", feature_layers={list(self.feature_layers)}" if self.feature_layers else ""
+        return f"{sizes}, projection={projection}{stored}{parents}{root}{features}"
 
     def _find_map_rows(self) -> None:
         # The index of each token in a trimmed vocabulary's token_map, V' for tokens outside it.
@@ -513,6 +548,12 @@ def _one_thread(tensor: torch.Tensor) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+def _scaled(states: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Scale vectors [.., H] to a root mean square of 1, in at least float32."""
+    wide = states.to(torch.promote_types(states.dtype, torch.float32))
+    return F.rms_norm(wide, states.shape[-1:], eps=RMS_EPSILON).to(dtype)
 
 
 def _decode_linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -103,7 +103,8 @@ class MedusaModel:
         self._suspended: tuple[weakref.ref[Any], weakref.ref[Any]] | None = None
         if activation_dtype not in (None, *ACTIVATION_DTYPES):
             raise ValueError(f"activation_dtype: expected None or 'int8', got {shown(activation_dtype)}")
-        self.backbone = Backbone(base, rounds=activation_dtype is not None)
+        features = heads.feature_layers if isinstance(heads, MedusaHeads) else ()
+        self.backbone = Backbone(base, activation_dtype is not None, features)
         try:
             if heads is not None:
                 self._check_heads(heads)
@@ -569,6 +570,11 @@ class MedusaModel:
         ):
             if wanted != got:
                 raise ValueError(f"heads: expected {name} {wanted} like the base model, got {got}")
+        layers = len(self.backbone.decoder.layers)
+        if max(heads.feature_layers, default=0) >= layers:
+            raise ValueError(
+                f"heads: expected feature_layers below {layers} (the base model's), got {list(heads.feature_layers)}"
+            )
         if (heads.w1.device, heads.w1.dtype) != (self.backbone.device, self.backbone.dtype):
             raise ValueError(
                 f"heads: expected {self.backbone.dtype} on {self.backbone.device} like the base model, "

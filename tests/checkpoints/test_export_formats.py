@@ -41,6 +41,7 @@ KINDS: dict[str, tuple[Storage, dict[str, Any]]] = {
     "parents": ("float", {"parent_rank": 2}),
     "shared, trimmed, parents": ("float", {"shared_projection": True, "token_map": MAP, "parent_rank": 2}),
     "root": ("float", {"root_rank": 3}),
+    "features": ("float", {"feature_layers": (3, 7)}),
     "shared, parents and root": ("float", {"shared_projection": True, "parent_rank": 2, "root_rank": 2}),
 }
 
@@ -53,6 +54,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "parents": r"parent token for original-v. .*heads\.parent_rank 0.*, got parent_rank 2",
         "shared, trimmed, parents": "parent token",
         "root": r"hidden state for original-v. \(native and embedded hold it.*heads\.root_rank 0.*root_rank 3",
+        "features": r"last hidden state alone for original-v. .*heads\.feature_layers.*, got feature_layers \[3, 7\]",
         "shared, parents and root": "only input is the hidden state",
     },
     "vllm": {
@@ -62,6 +64,7 @@ REFUSED: dict[str, dict[str, str]] = {
         "parents": "parent token for vllm",
         "shared, trimmed, parents": "parent token",
         "root": "only input is the hidden state for vllm",
+        "features": "last hidden state alone for vllm",
         "shared, parents and root": "only input is the hidden state",
     },
 }
@@ -164,7 +167,7 @@ def test_every_kind_of_heads_drafts_the_same_in_every_format(
     if heads.w1.dtype == torch.float32:
         best, proposed = (
             found.propose(
-                HIDDEN_STATES,
+                HIDDEN_STATES.repeat(1, 1 + len(found.feature_layers)),
                 3,
                 tiny_llama.lm_head if found.shared_projection else None,
                 root_embedding=HIDDEN_STATES.flip(0) if found.root_rank else None,

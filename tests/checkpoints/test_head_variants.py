@@ -34,6 +34,7 @@ KINDS: dict[str, tuple[Storage, dict[str, Any]]] = {
         "float",
         {"shared_projection": True, "parent_rank": 2, "root_rank": HIDDEN, "bias": False},
     ),
+    "features, root, parents": ("float", {"feature_layers": (1, 12), "parent_rank": 2, "root_rank": 2}),
     "fp8, trimmed, parents, bfloat16": ("fp8", {"token_map": MAP, "parent_rank": 2, "dtype": torch.bfloat16}),
 }
 
@@ -59,7 +60,7 @@ def test_round_trip(tmp_path: Path, kind: str) -> None:
     assert torch.equal(drawn, torch.rand(2)), "reading drew random numbers"
     assert read.notes == []
     assert (read.heads.storage, read.heads.parent_rank) == (heads.storage, heads.parent_rank)
-    assert read.heads.root_rank == heads.root_rank
+    assert (read.heads.root_rank, read.heads.feature_layers) == (heads.root_rank, heads.feature_layers)
     before, after = heads.state_dict(), read.heads.state_dict()
     assert before.keys() == after.keys()
     for name, tensor in before.items():
@@ -84,7 +85,7 @@ def test_names_and_config(tmp_path: Path) -> None:
     assert (config["medusa_storage"], config["medusa_parent_rank"]) == ("int8", 2)
     write_heads(MedusaHeads(HIDDEN, VOCAB, 3), tmp_path / "plain", base_model="someone/base")
     assert (
-        not {"medusa_storage", "medusa_parent_rank", "medusa_root_rank"}
+        not {"medusa_storage", "medusa_parent_rank", "medusa_root_rank", "medusa_feature_layers"}
         & json.loads((tmp_path / "plain" / "config.json").read_text()).keys()
     )
 

@@ -79,7 +79,7 @@ def test_fused_layers_are_as_accurate_as_the_modules():
             state = medusa._steps.pool.acquire(Sizes([17], 4), 40)
             positions = torch.arange(17, dtype=torch.int32)
             with torch.no_grad():
-                hidden[fuse] = medusa.backbone.forward(ids, DecodeContext(state.cache, positions, None)).double()
+                hidden[fuse] = medusa.backbone.forward(ids, DecodeContext(state.cache, positions, None))[0].double()
     with torch.no_grad():
         exact = model.double().model(ids).last_hidden_state
     errors = {fuse: (got - exact).abs().max().item() for fuse, got in hidden.items()}
@@ -109,7 +109,7 @@ def test_layers_in_one_call_are_as_accurate_as_the_modules(family, dtype):
             backbone.forward(ids[None, :prefix], DecodeContext(cache, positions, None))
             cache.lengths.fill_(prefix)
             context = DecodeContext(cache, tree.depths, tree.ancestors)
-            hidden[native is not None] = backbone.forward(ids[None, prefix:], context).double()
+            hidden[native is not None] = backbone.forward(ids[None, prefix:], context)[0].double()
     mask = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
     mask[prefix:, prefix:] = visible_nodes(tree.ancestors, tree.num_nodes)
     with torch.no_grad():

@@ -168,6 +168,10 @@ def test_scaled_rope_stretches_the_context_limit(scaling):
         (lambda m: MedusaModel(m, MedusaHeads(16, VOCAB, 1)), "hidden_size 32 like the base model, got 16"),
         (lambda m: MedusaModel(m, MedusaHeads(32, 12, 1)), "vocab_size 11 like the base model, got 12"),
         (lambda m: MedusaModel(m, MedusaHeads(32, VOCAB, 1, dtype=torch.bfloat16)), "torch.float32 on cpu"),
+        (
+            lambda m: MedusaModel(m, MedusaHeads(32, VOCAB, 1, feature_layers=[1, 2])),
+            r"feature_layers below 2 \(the base model's\), got \[1, 2\]",
+        ),
         (lambda m: MedusaModel(m.double()), r"^base_model: expected .* got torch\.float64$"),
         (lambda m: MedusaModel(m, MedusaHeads(32, VOCAB, 1), Tree.chain(2)), r"path \[0, 0\] has depth 2"),
         (

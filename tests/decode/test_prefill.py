@@ -485,7 +485,7 @@ def test_prefill_memory_does_not_grow_with_the_square_of_the_prompt(size):
         last, cache = state.hidden.clone(), state.cache
         cache.lengths.fill_(length - 1)
         words = torch.ones(1, 1, dtype=torch.int64)
-        again = medusa.backbone.forward(row[-1:][None], DecodeContext(cache, positions, words))[:, 0]
+        again = medusa.backbone.forward(row[-1:][None], DecodeContext(cache, positions, words))[0][:, 0]
     torch.testing.assert_close(last, again, rtol=1e-4, atol=1e-4)
 
 

@@ -1,4 +1,4 @@
-"""Heads with 8-bit projections, trimmed vocabularies, a root input and drafts that depend on their parent: lossless."""
+"""Heads with 8-bit projections, trimmed vocabularies, more inputs and drafts that depend on their parent: lossless."""
 
 import copy
 import functools
@@ -31,18 +31,20 @@ VARIANTS = {
     "fp8, parents, two layers": {"storage": "fp8", "parent_rank": 2, "num_layers": 2},
     "shared, trimmed, root": {"shared": True, "token_map": MAP, "root_rank": 5},
     "int8, parents, root, two layers": {"storage": "int8", "parent_rank": 3, "num_layers": 2, "root_rank": 5},
+    "shared, parents, features": {"shared": True, "parent_rank": 3, "feature_layers": (1,)},
 }
 NEW = 24
 
 
 def variant(
-    model, *, storage="float", token_map=None, parent_rank=0, shared=False, num_layers=1, strength=1.0, root_rank=0
-):
+    model, *, storage="float", token_map=None, parent_rank=0, shared=False, num_layers=1, strength=1.0, root_rank=0,
+    feature_layers=(),
+):  # fmt: skip
     """The heads of `heads_for` as a variant; the parents' scores are as large as the logits' differences."""
     plain = heads_for(model, num_layers=num_layers, shared=shared).float()
     heads = MedusaHeads(
         plain.hidden_size, plain.vocab_size, plain.num_heads, num_layers, shared_projection=shared,
-        token_map=token_map, parent_rank=parent_rank, root_rank=root_rank,
+        token_map=token_map, parent_rank=parent_rank, root_rank=root_rank, feature_layers=feature_layers,
     )  # fmt: skip
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -56,6 +58,8 @@ def variant(
         if root_rank:
             heads.root_down.copy_(torch.randn(heads.root_down.shape, generator=generator) * heads.hidden_size**-0.5)
             heads.root_up.copy_(torch.randn(heads.root_up.shape, generator=generator) * strength * root_rank**-0.5)
+        if feature_layers:
+            heads.feature_map.copy_(torch.randn(heads.feature_map.shape, generator=generator) * strength * 0.05)
     heads = heads.to(next(model.parameters()).dtype)
     return heads.eval() if storage == "float" else heads.quantized(storage)
 
@@ -72,6 +76,40 @@ def test_greedy_text_is_transformers(name, batch, tree):
         output = medusa.generate(ids, mask, max_new_tokens=NEW)
     assert new_tokens(output, ids.shape[1]) == expected
     assert_some_accepted(output)
+
+
+@pytest.mark.parametrize("way", ["native", "fused", "modules", "compiled"])
+def test_heads_read_the_states_that_transformers_computes(way, monkeypatch):
+    model, rows, seen = tiny(num_hidden_layers=3), prompts(3, [7, 1, 19]), []
+    ids, mask = padded(rows)
+
+    def noting(step):
+        def run(state, *given):
+            seen.append((state.cache.lengths.tolist(), state.finished.tolist(), state.hidden.clone()))
+            return step(state, *given)
+
+        return run
+
+    backend = "compiled" if way == "compiled" else "eager"
+    with MedusaModel(model, variant(model, feature_layers=(1, 2)), TREES["cartesian"], backend) as medusa:
+        if way in ("fused", "modules"):
+            medusa.backbone.choose_layers = lambda *_, **__: setattr(medusa.backbone, "fuse", way == "fused")
+        prepare = medusa._steps.prepare
+
+        def prepared(backend):
+            get = prepare(backend)
+            return lambda tree: noting(get(tree))
+
+        monkeypatch.setattr(medusa._steps, "prepare", prepared)
+        output = medusa.generate(ids, mask, max_new_tokens=NEW)
+        assert (medusa.backbone.native is None) == (way in ("fused", "modules"))
+    for number, (row, new) in enumerate(zip(rows, new_tokens(output, ids.shape[1]), strict=True)):
+        states = model.model(torch.tensor([[*row.tolist(), *new]]), output_hidden_states=True).hidden_states
+        expected = torch.cat([states[-1], states[1], states[2]], -1)[0]
+        found = [(lengths[number] - 1, read[number]) for lengths, ended, read in seen if not ended[number]]
+        assert len(found) > 3
+        for place, read in found:
+            torch.testing.assert_close(read, expected[place], rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -236,7 +274,7 @@ def test_proposing_draft_tokens_does_not_synchronise_with_the_host(name):
     # Fake tensors: reading a value, or a size that depends on one, is an error.
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True):
         root = torch.zeros(3, dtype=torch.int64)
-        state = types.SimpleNamespace(hidden=torch.zeros(3, heads.hidden_size), root=root, text=None)
+        state = types.SimpleNamespace(hidden=torch.zeros(3, heads.input_size), root=root, text=None)
         drafts = propose(state, heads, model.lm_head, shape, embed_tokens=model.model.embed_tokens)
         tokens, _ = arrange(state, drafts, shape)
     assert isinstance(tokens, FakeTensor)
@@ -370,6 +408,12 @@ def poisoned(value):
         (lambda: MedusaHeads(4, 6, 2, shared_projection=True).quantized("fp8"), "heads: expected an .* a shared one"),
         (lambda: MedusaHeads(4, 6, 2, shared_projection=True, storage="fp8"), "storage: expected 'float' with a"),
         (lambda: MedusaHeads(4, 6, 2, parent_rank=-1), "parent_rank: expected at least 0, got -1"),
+        (lambda: MedusaHeads(4, 6, 2, feature_layers=[2, 1]), r"feature_layers: expected ascending .* got \[2, 1\]"),
+        (lambda: MedusaHeads(4, 6, 2, feature_layers=[0]), r"feature_layers: expected ascending .* got \[0\]"),
+        (
+            lambda: MedusaHeads(4, 6, 2, feature_layers=[1]).residual(torch.zeros(3, 4)),
+            r"hidden: expected \[B, 8\], got \[3, 4\]",
+        ),
         (lambda: MedusaHeads(4, 6, 2, root_rank=5), r"root_rank: expected at most 4 \(the hidden size\), got 5"),
         (lambda: poisoned(math.nan).quantized("int8"), r"w2\[1\]: expected finite weights, got NaN or Inf"),
     ],

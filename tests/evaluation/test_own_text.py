@@ -43,6 +43,14 @@ def rooted(base):
     return heads
 
 
+def featured(base):
+    heads = MedusaHeads(base.config.hidden_size, VOCAB, HEADS, feature_layers=[1])
+    with torch.no_grad():
+        heads.w2.copy_(base.lm_head.weight.expand_as(heads.w2))
+        heads.feature_map.copy_(torch.randn(heads.feature_map.shape, generator=torch.Generator().manual_seed(8)) * 0.1)
+    return heads
+
+
 CASES = {
     "own": (VOCAB, lambda base: heads_for(base, HEADS)),
     "shared": (VOCAB, lambda base: heads_for(base, HEADS, shared=True)),
@@ -50,12 +58,16 @@ CASES = {
     "trimmed": (VOCAB, trimmed),
     "parents": (MANY, conditioned),
     "root": (VOCAB, rooted),
+    "features": (VOCAB, featured),
 }
 
 
 def ranked(heads, lm_head, state, k, parent, named, root):
     """Head k's tokens at one position, best first; `named`: the tokens of the previous head, or None for the root."""
-    hidden = state
+    hidden = state[-1]
+    if heads.feature_layers:
+        read = torch.stack([state[-1], *(state[layer] for layer in heads.feature_layers)])
+        hidden = hidden + heads.feature_map @ F.rms_norm(read, read.shape[-1:], eps=1e-6).flatten()
     if heads.root_rank:
         hidden = hidden + heads.root_up[k] @ (heads.root_down @ (root / (root.pow(2).mean() + 1e-6).sqrt()))
     for layer in range(heads.num_layers):
@@ -77,7 +89,7 @@ def ranked(heads, lm_head, state, k, parent, named, root):
 @torch.no_grad()
 def walked(base, heads, tokens, prompt):
     """Hits [K][10] and totals [K], position by position."""
-    states = base.model(torch.tensor([tokens])).last_hidden_state[0]
+    states = torch.cat(base.model(torch.tensor([tokens]), output_hidden_states=True).hidden_states)
     hits, total = [[0] * 10 for _ in range(HEADS)], [0] * HEADS
     unnamed = 0
     for t in range(prompt - 1, len(tokens)):
@@ -88,7 +100,7 @@ def walked(base, heads, tokens, prompt):
             parent = tokens[t + k + 1]
             unnamed += named is not None and parent not in named
             root = base.model.embed_tokens.weight[tokens[t + 1]]
-            drafts, named = ranked(heads, base.lm_head.weight, states[t], k, parent, named, root)
+            drafts, named = ranked(heads, base.lm_head.weight, states[:, t], k, parent, named, root)
             total[k] += 1
             for n in range(10):
                 hits[k][n] += tokens[t + k + 2] in drafts[: n + 1]

@@ -29,6 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "own, trimmed, root and parent": {"token_map": torch.arange(1, V, 2), "root_rank": 4, "parent_rank": 8},
     "shared, parent": {"shared_projection": True, "parent_rank": 8},
 }
+FEATURES = {"feature_layers": (1,)}
 
 
 class Runner:
@@ -72,7 +73,7 @@ def served(tmp_path: Path) -> SimpleNamespace:
     torch.manual_seed(0)
 
     def model(kind: str = "shared") -> SimpleNamespace:
-        heads = MedusaHeads(H, V, 3, **({"num_layers": 1} | KINDS[kind]))
+        heads = MedusaHeads(H, V, 3, **({"num_layers": 1} | KINDS.get(kind, FEATURES)))
         for weight in heads.parameters():
             torch.nn.init.normal_(weight, std=0.5)
         shutil.rmtree(tmp_path / "heads", ignore_errors=True)
@@ -160,6 +161,8 @@ def test_heads_that_do_not_fit_are_refused_before_the_model_is_loaded(runner, se
     refused("hidden size 8", get_hidden_size=lambda: 8)
     refused("expected at most 3", speculative_config=SimpleNamespace(num_speculative_tokens=4))
     refused("pipeline_parallel_size: expected 1", parallel_config=SimpleNamespace(pipeline_parallel_size=2))
+    with pytest.raises(ValueError, match=r"last hidden state alone, .* got feature_layers \[1\]"):
+        MedusaProposer(served.model("features"))
     config = served.model()
     config.model_config.model = "another"
     MedusaProposer(config)

@@ -23,6 +23,7 @@ CASES = {
     "own, root": {"root_rank": 3},
     "own, trimmed, two layers, no bias, root": {"token_map": MAP, "num_layers": 2, "bias": False, "root_rank": 3},
     "own, parents, root": {"parent_rank": 2, "root_rank": 3},
+    "own, features, root": {"feature_layers": (1, 4), "root_rank": 3},
     "shared, trimmed, parents, root": {
         "shared_projection": True, "token_map": MAP, "parent_rank": 2, "root_rank": 3
     },
@@ -93,6 +94,10 @@ def plain_logits(hidden, heads, *, tokens=None, embed_tokens=None, lm_head=None,
     """Each head's logits at every position by their definition; after the end of the text there is token 0."""
     value = dict(heads.named_parameters()) if values is None else values
     found = []
+    read, hidden = hidden.split(heads.hidden_size, 1), hidden[:, : heads.hidden_size]
+    if heads.feature_layers:
+        scaled = [states / (states.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() for states in read]
+        hidden = hidden + torch.cat(scaled, 1) @ value["feature_map"].T
     for head in range(heads.num_heads):
         state = hidden
         if heads.root_rank:
@@ -120,7 +125,7 @@ def plain_loss(hidden, heads, labels, *, segments=None, teacher=None, weights=No
             loss = F.cross_entropy(logits, target, ignore_index=IGNORE)
         else:
             places = (target != IGNORE).nonzero().squeeze(1)
-            theirs = hidden.detach()[places + head + 1] @ teacher.detach().T
+            theirs = hidden.detach()[places + head + 1, : heads.hidden_size] @ teacher.detach().T
             p = (theirs if heads.token_map is None else theirs[:, heads.token_map]).softmax(-1)
             loss = F.kl_div(logits[places].log_softmax(-1), p, reduction="batchmean")
         total = total + (0.8 ** (head + 1) if weights is None else weights[head]) * loss

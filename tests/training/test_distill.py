@@ -38,13 +38,13 @@ def records(conversations=CHATS):
     return [Record(tuple(messages), None, f"seeds:{i + 1}") for i, messages in enumerate(conversations)]
 
 
-def language_model(tokenizer, *, seed=0, context=160, end=IM_END, loud=1.6):
+def language_model(tokenizer, *, seed=0, context=160, end=IM_END, loud=1.6, layers=1):
     """A random model that often ends its answers."""
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=context, initializer_range=0.4, bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=None,
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=layers,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=context, initializer_range=0.4,
+        bos_token_id=None, eos_token_id=tokenizer.eos_token_id, pad_token_id=None,
     )  # fmt: skip
     model = LlamaForCausalLM(config).eval()
     with torch.no_grad():
@@ -68,9 +68,10 @@ def write_records(model, tokenizer, seeds, settings, path, template="auto", turn
 def generate(tmp_path):
     """Run over seeds and return the file's lines; a run with the same name continues the same file."""
 
-    def run(model, tokenizer, seeds, settings=GREEDY, name="out", heads=None, tree=None, **options):
+    def run(model, tokenizer, seeds, settings=GREEDY, name="out", heads=None, tree=None, feature_layers=(), **options):
         path = tmp_path / f"{name}.jsonl"
         with MedusaModel(model, heads, tree) as medusa:
+            medusa.backbone.feature_layers = feature_layers
             run.report = write_records(medusa, tokenizer, seeds, settings, path, **options)
         run.path = path
         return [json.loads(line) for line in path.read_text().splitlines()]
@@ -135,15 +136,15 @@ def test_answers_equal_transformers_turn_by_turn(generate, chatml, with_heads):
     assert report.tokens_per_step == pytest.approx(steps / report.steps)
 
 
-@pytest.mark.parametrize("turns", ["joint", "each"])
-def test_saved_states_are_those_that_transformers_computes(generate, chatml, turns):
-    model = language_model(chatml)
-    lines = generate(model, chatml, records(), save_states=True, turns=turns)
-    file = companion(generate.path, "states")
+@pytest.mark.parametrize(("turns", "layers"), [("joint", ()), ("each", ()), ("joint", (1,))])
+def test_saved_states_are_those_that_transformers_computes(generate, chatml, turns, layers):
+    model = language_model(chatml, layers=1 + len(layers))
+    lines = generate(model, chatml, records(), save_states=True, turns=turns, feature_layers=layers)
+    file = companion(generate.path, "states-1" if layers else "states")
 
     def missing():
         """Compare all states that are there, and return how many are not."""
-        saved, count = AnswerStates(file, 32, torch.float32), 0
+        saved, count = AnswerStates(file, 32 * (1 + len(layers)), torch.float32), 0
         for line in lines:
             learnt = np.zeros(len(line["input_ids"]), bool)
             for start, end in line["learnt"]:
@@ -152,7 +153,8 @@ def test_saved_states_are_those_that_transformers_computes(generate, chatml, tur
             if found is None:
                 count += 1
                 continue
-            expected = model.model(torch.tensor([line["input_ids"]])).last_hidden_state[0]
+            states = model.model(torch.tensor([line["input_ids"]]), output_hidden_states=True).hidden_states
+            expected = torch.cat([states[-1], *(states[layer] for layer in layers)], -1)[0]
             expected[:-1][~torch.from_numpy(learnt[1:])] = 0.0
             expected[-1] = 0.0
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
@@ -166,7 +168,7 @@ def test_saved_states_are_those_that_transformers_computes(generate, chatml, tur
         generate.path.unlink()
         for what in ("settings", "finished"):
             companion(generate.path, what).unlink()
-        assert generate(model, chatml, records(), save_states=True, turns=turns) == lines
+        assert generate(model, chatml, records(), save_states=True, turns=turns, feature_layers=layers) == lines
         assert missing() == 0
 
 

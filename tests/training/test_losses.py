@@ -34,7 +34,7 @@ from medusa_decoding.training.loss.medusa import head_weights, medusa_loss
 @pytest.mark.parametrize("chunk", [1, 4, 100])
 def test_loss_and_gradients_equal_the_formula_on_full_logits(case, targets, chunk):
     heads = random_heads(**CASES[case])
-    hidden, labels = random_text()
+    hidden, labels = random_text(hidden=heads.input_size)
     hidden.requires_grad_()
     weight = random_weight().requires_grad_()
     teacher = weight if targets == "kl" else None

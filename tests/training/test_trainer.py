@@ -273,8 +273,9 @@ def test_a_quantised_backbone_can_be_trained(shop, tmp_path, quantization, metho
         {"parent_rank": 4},
         {"shared_projection": True, "parent_rank": 4, "token_map_size": 60, "bias": False},
         {"root_rank": 4, "num_layers": 2},
+        {"feature_layers": [1], "parent_rank": 4},
     ],
-    ids=["parents", "shared, parents, trimmed", "root"],
+    ids=["parents", "shared, parents, trimmed", "root", "features"],
 )
 def test_variants_are_trained_written_and_decode_the_same_text(shop, tmp_path, variant):
     base, data = shop
@@ -290,23 +291,27 @@ def test_variants_are_trained_written_and_decode_the_same_text(shop, tmp_path, v
             assert heads.candidate_tokens.abs().max() > 0
         if heads.root_rank:
             assert heads.root_up.abs().amax((1, 2)).min() > 0
+        assert heads.feature_layers == tuple(variant.get("feature_layers", ()))
+        if heads.feature_layers:
+            assert all(part.abs().max() > 0 for part in heads.feature_map.split(heads.hidden_size, 1))
         ids = torch.tensor([[5, 9, 30, 12]])
         expected = AutoModelForCausalLM.from_pretrained(base).generate(ids, max_new_tokens=12, do_sample=False)
         assert torch.equal(model.generate(ids, max_new_tokens=12).sequences, expected)
 
 
-def test_training_continues_from_given_heads_and_adds_a_parent_term_and_a_root_input(shop, tmp_path):
+def test_training_continues_from_given_heads_and_adds_a_parent_term_and_more_inputs(shop, tmp_path):
     base, data = shop
     first = train(workshop.config(tmp_path / "first", base, data, optimisation={"epochs": 8.0}))
-    heads = {"initial": str(first.heads), "parent_rank": 4, "root_rank": 3}
+    heads = {"initial": str(first.heads), "parent_rank": 4, "root_rank": 3, "feature_layers": [1]}
     second = train(workshop.config(tmp_path / "second", base, data, heads=heads))
     assert losses(tmp_path / "second")[0] < 1.2 * losses(tmp_path / "first")[-1]
     assert losses(tmp_path / "second")[0] < 0.8 * losses(tmp_path / "first")[0]
-    assert read_heads(second.heads).heads.root_rank == 3
+    made = read_heads(second.heads).heads
+    assert (made.root_rank, made.feature_layers) == (3, (1,))
     for name, value, own in (
         ("num_heads", 2, 3), ("bias", False, True), ("token_map_size", 60, None), ("root_rank", 2, 3)
     ):  # fmt: skip
-        heads = {"initial": str(second.heads), "parent_rank": 4, "root_rank": 3, name: value}
+        heads = {"initial": str(second.heads), "parent_rank": 4, "root_rank": 3, "feature_layers": [1], name: value}
         with pytest.raises(ValueError, match=rf"heads.{name}: expected {own} like the heads in .*, got {value}"):
             train(workshop.config(tmp_path / "third", base, data, heads=heads))
 
@@ -635,7 +640,8 @@ def test_four_bit_layers_pass_gradients_after_a_pass_without_gradients(shop, tmp
 
 
 def test_states_on_disk_give_the_same_heads_without_running_the_backbone(shop, tmp_path, monkeypatch):
-    train(workshop.config(tmp_path / "without", *shop, optimisation={"epochs": 3.0}))
+    heads = {"feature_layers": [1]}
+    train(workshop.config(tmp_path / "without", *shop, heads=heads, optimisation={"epochs": 3.0}))
     rows, hidden = [], TrainingBackbone.hidden
 
     def counting(self, batch):
@@ -645,7 +651,8 @@ def test_states_on_disk_give_the_same_heads_without_running_the_backbone(shop, t
     monkeypatch.setattr(TrainingBackbone, "hidden", counting)
     cache = {"cache_hidden": str(tmp_path / "states")}
     folder = tmp_path / "with"
-    train(workshop.config(folder, *shop, data=cache, optimisation={"epochs": 3.0}, output={"evaluate_steps": 1000}))
+    options = {"optimisation": {"epochs": 3.0}, "output": {"evaluate_steps": 1000}}
+    train(workshop.config(folder, *shop, heads=heads, data=cache, **options))
     trained = [line for line in curve(tmp_path / "without") if "loss" in line]
     assert [line for line in curve(folder) if "loss" in line] == trained
     steps = len(trained)
@@ -653,12 +660,14 @@ def test_states_on_disk_give_the_same_heads_without_running_the_backbone(shop, t
     assert steps >= 9
     assert total < 2 * 22
     rows.clear()
-    train(workshop.config(tmp_path / "again", *shop, data=cache, output={"evaluate_steps": 1000}))
+    train(workshop.config(tmp_path / "again", *shop, heads=heads, data=cache, output={"evaluate_steps": 1000}))
     assert sum(rows) < 22 / 2, "the states were there: only held-out rows run"
     other = workshop.make_base(tmp_path / "base", seed=9)
-    for base, changes in ((shop[0], {"length": 40}), (other, {})):
+    for base, changes, reads in ((shop[0], {"length": 40}, heads), (other, {}, heads), (shop[0], {}, {})):
         with pytest.raises(ValueError, match=r"data.cache_hidden: expected .* with another"):
-            train(workshop.config(tmp_path / "other", base, shop[1], data=cache | changes))
+            train(workshop.config(tmp_path / "other", base, shop[1], heads=reads, data=cache | changes))
+    with pytest.raises(ValueError, match=r"feature_layers: expected numbers below the model's 2 layers, got \[2\]"):
+        train(workshop.config(tmp_path / "other", *shop, heads={"feature_layers": [2]}))
 
 
 def test_gradient_checkpointing_gives_the_same_heads(shop, tmp_path):

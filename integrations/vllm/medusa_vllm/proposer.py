@@ -64,6 +64,11 @@ class MedusaProposer:
         checkpoint = read_heads(path, hidden_size=model.get_hidden_size(), vocab_size=model.get_vocab_size())
         check_base_model(checkpoint, model)
         self.heads, self.dtype = checkpoint.heads, model.dtype
+        if self.heads.feature_layers:
+            raise ValueError(
+                f"{OPTION}: expected heads that read the last hidden state alone, which is all that vLLM hands to "
+                f"Medusa heads, got feature_layers {list(self.heads.feature_layers)}"
+            )
         self.length = vllm_config.speculative_config.num_speculative_tokens
         if self.length > self.heads.num_heads:
             raise ValueError(

@@ -12,7 +12,7 @@ import itertools
 import threading
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ class DecodeContext:
         ancestors: int64 [N, W] or [B, N, W] bit words of a tree pass; None for a prefill (causal).
         offset: of a prefill, the number of cache rows before it, on the host; equals `cache.lengths` in every row.
         hold_last: of a prefill, whether the last layer only appends its keys and values; see `Backbone.forward`.
+        features: the states [B, N, H] after feature layers, which the pass appends.
     """
 
     cache: TreeCache
@@ -41,6 +42,7 @@ class DecodeContext:
     ancestors: torch.Tensor | None
     offset: int = 0
     hold_last: bool = False
+    features: list[torch.Tensor] = field(default_factory=list)
 
 
 class TreeAttention(nn.Module):

@@ -7,6 +7,7 @@ quantised linear ones, are swapped. `choose_layers` decides whether `fused_layer
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ class Backbone:
     Args:
         base: the model as loaded by transformers (tensor parallel or not), or wrapped by peft.
         rounds: whether its quantised layers round their inputs to 8 bits, see `LinearHold`.
+        feature_layers: after how many layers its heads read states besides the last one, see `MedusaHeads`.
 
     Attributes:
         causal_lm: the causal language model, without peft's wrapper.
@@ -55,6 +57,7 @@ class Backbone:
         said: how the layers of steps run and why, as logged last, or None.
         cache_dtype: int8 for a KV cache in 8 bits (see `medusa_kernels.cache_rows`), None for one in the model's dtype.
         native: the layers as the C++ library runs them for a tree pass, in one call, or None.
+        feature_layers: see above.
 
     Raises:
         ValueError: not a causal language model of `families.FAMILIES`, one that a single process spreads over several
@@ -62,7 +65,7 @@ class Backbone:
             The model is left unchanged.
     """
 
-    def __init__(self, base: nn.Module, rounds: bool = False) -> None:
+    def __init__(self, base: nn.Module, rounds: bool = False, feature_layers: Sequence[int] = ()) -> None:
         causal: Any = base
         if hasattr(base, "get_base_model"):  # peft's wrapper
             if causal.active_peft_config.is_prompt_learning:
@@ -78,6 +81,7 @@ class Backbone:
         self.causal_lm = causal
         self.decoder = decoder
         self.config: Any = causal.config
+        self.feature_layers = tuple(feature_layers)
         check_layers(decoder.layers)
         attention = decoder.layers[0].self_attn
         family = family_of(getattr(attention, "original", attention))
@@ -165,7 +169,7 @@ class Backbone:
                     fuse, why_not = False, "experts in 16 bits on a CPU"
             elif fuse and on_cpu and apart is None:
                 why_not = fused_layers.native_limit(self.decoder)
-                native = fused_layers.NativeLayers(self.decoder) if why_not is None else None
+                native = fused_layers.NativeLayers(self.decoder, self.feature_layers) if why_not is None else None
                 fuse, how = False, "one call of the C++ library"
             said = f"layers: module by module ({why_not})"
             if why_not is None:
@@ -307,19 +311,34 @@ class Backbone:
         slow = self.dtype == torch.bfloat16 and (not fast or batch * tokens <= most)
         return NATIVE_PREFILL // batch if slow else 0
 
-    def forward(self, tokens: torch.Tensor, context: DecodeContext) -> torch.Tensor:
-        """Run tokens [B, N], append to the cache, and return the hidden states after the final norm, [B, N, H].
+    @property
+    def states_size(self) -> int:
+        """(1 + F) H, the size of what heads read of a token: the last state and those of F feature layers."""
+        return (1 + len(self.feature_layers)) * int(self.config.hidden_size)
 
-        With `context.hold_last` the last layer only appends, and the result is its input, for `finish`.
+    def forward(self, tokens: torch.Tensor, context: DecodeContext) -> tuple[torch.Tensor, torch.Tensor]:
+        """Run tokens [B, N], append to the cache, and return their hidden states and what heads read of them.
+
+        With `context.hold_last` the last layer only appends; its input, for `finish`, takes the place of its output.
+
+        Returns:
+            hidden: [B, N, H] after the final norm.
+            states: [B, N, (1 + F) H], these followed by those after F feature layers; without any, `hidden` itself.
         """
+        hidden = self._forward(tokens, context)
+        return hidden, torch.cat([hidden, *context.features], dim=-1) if context.features else hidden
+
+    def _forward(self, tokens: torch.Tensor, context: DecodeContext) -> torch.Tensor:
         hidden = self.embed_tokens(tokens)
         if self.family.embedding is not None:
             hidden = hidden * getattr(self.decoder, self.family.embedding)
         if self.native is not None and context.ancestors is not None:
             return self.native(hidden, context)
         if self.fuse:
-            return fused_layers.forward(self.decoder, hidden, context)
-        for layer in self.decoder.layers:
+            return fused_layers.forward(self.decoder, hidden, context, self.feature_layers)
+        for index, layer in enumerate(self.decoder.layers):
+            if index in self.feature_layers:
+                context.features.append(hidden)
             if context.hold_last and layer is self.decoder.layers[-1]:
                 before = self.family.norms_of(layer)[0]
                 layer.self_attn.append(hidden if before is None else before(hidden), context)

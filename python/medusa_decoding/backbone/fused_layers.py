@@ -14,6 +14,7 @@ running this way.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import repeat
 from typing import Any
 
@@ -153,18 +154,25 @@ def refresh_adapters(decoder: Any) -> None:
             read_adapters(group, decoder.norm.weight.dtype, anew=True)
 
 
-def forward(decoder: Any, hidden: torch.Tensor, context: DecodeContext) -> torch.Tensor:
+def forward(
+    decoder: Any, hidden: torch.Tensor, context: DecodeContext, feature_layers: Sequence[int] = ()
+) -> torch.Tensor:
     """Run embedded tokens [B, N, H] through all layers and the final norm, and append to the cache.
 
     The decoder has no `obstacle`, and swapped attention modules. The hidden states [B, N, H] are those after the norm,
-    or with `context.hold_last` the last layer's input.
+    or with `context.hold_last` the last layer's input. Those before layer i are added to `context.features` for each i
+    of `feature_layers`.
     """
     family: Family = decoder.layers[0].self_attn.family
     norms = [family.norms_of(layer) for layer in decoder.layers]
     _, normed = _normed(hidden, None, norms[0][0], family)
     # After each layer comes the norm of the next one's input, and at last the final norm.
-    for layer, own, following in zip(decoder.layers, norms, [*norms[1:], [decoder.norm]], strict=True):
+    for index, (layer, own, following) in enumerate(
+        zip(decoder.layers, norms, [*norms[1:], [decoder.norm]], strict=True)
+    ):
         _, after_attention, before_mlp, after_mlp = own
+        if index in feature_layers:
+            context.features.append(hidden)
         if context.hold_last and layer is decoder.layers[-1]:
             layer.self_attn.append(normed, context)
             return hidden
@@ -251,7 +259,7 @@ class NativeLayers:
     It holds the model's own tensors: what changes in place is seen, a replaced tensor needs another object.
     """
 
-    def __init__(self, decoder: Any) -> None:
+    def __init__(self, decoder: Any, feature_layers: Sequence[int] = ()) -> None:
         attentions = [layer.self_attn for layer in decoder.layers]
         self.weights, self.forms = packed([_layer_weights(layer) for layer in decoder.layers], decoder.norm.weight)
         family: Family = attentions[0].family
@@ -260,6 +268,7 @@ class NativeLayers:
             "eps": getattr(decoder.norm, family.epsilon),
             "norm_offset": family.norm_offset,
             "tables": None if attentions[0].table is None else [attention.table for attention in attentions],
+            "states": list(feature_layers) or None,
             **_settings(decoder.layers[0]),
         }
 
@@ -275,10 +284,14 @@ class NativeLayers:
         """Run embedded nodes [B, N, H] through all layers and the final norm, and append to the cache."""
         assert context.ancestors is not None, "a prefill runs module by module"
         cache = context.cache
-        return decoder_layers(
+        found = decoder_layers(
             hidden, self.weights, self.forms, cache.kv, cache.cos, cache.sin, cache.lengths, context.depths,
             context.ancestors, slots=cache.slots, **self.options,
         )  # fmt: skip
+        if self.options["states"] is None:
+            return found
+        context.features.extend(found[1:].unbind())
+        return found[0]
 
 
 def forms(decoder: Any) -> str:

@@ -270,6 +270,9 @@ def _obstacle(heads: MedusaHeads, target: Target, storage: Storage) -> tuple[str
     if heads.root_rank:
         remedy = f"{anywhere}; those trained with heads.root_rank 0 do not have it"
         return "heads whose only input is the hidden state", f"root_rank {heads.root_rank}", remedy
+    if heads.feature_layers:
+        remedy = f"{anywhere}; those trained with heads.feature_layers [] do not read them"
+        return "heads that read the last hidden state alone", f"feature_layers {list(heads.feature_layers)}", remedy
     if heads.parent_rank:
         remedy = f"{anywhere}; those trained with heads.parent_rank 0 do not"
         return "heads whose drafts do not depend on their parent token", f"parent_rank {heads.parent_rank}", remedy

@@ -2,8 +2,8 @@
 
 The names are the paper's: `{h}.{l}.linear.weight`, `{h}.{l}.linear.bias`, `{h}.{L}.weight` for head h, residual block l
 of L. This package adds `token_map`, `{h}.{L}.weight_scale` of projections in 8 bits, `parent_tokens`,
-`candidate_tokens` and `{h}.parent_mix`, and `root_down` and `{h}.root_up`. A format with other names maps them to
-these.
+`candidate_tokens` and `{h}.parent_mix`, `root_down` and `{h}.root_up`, and `feature_map` with the int64 numbers
+`feature_layers`. A format with other names maps them to these.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from medusa_decoding.heads import STORED, MedusaHeads, Storage
 
 TOKEN_MAP = "token_map"
 PARENTS, CANDIDATES, ROOT = "parent_tokens", "candidate_tokens", "root_down"
+FEATURES, FEATURE_LAYERS = "feature_map", "feature_layers"
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 NUMBER = r"(0|[1-9][0-9]{0,2})"
@@ -61,6 +62,7 @@ class Layout:
         storage: of the projections.
         parent_rank: r of the parents' term; 0 without it.
         root_rank: of the heads' input from the root token; 0 without it.
+        features: F, feature layers; 0 without a map of them.
         parents: rows of parent_tokens: V, or V' + 1 with a token_map; 0 without it.
         vocab_size: V, if the tensors tell it: projections without a token_map do, and parent_tokens of V rows.
     """
@@ -75,6 +77,7 @@ class Layout:
     storage: Storage
     parent_rank: int
     root_rank: int
+    features: int
     parents: int
     vocab_size: int | None
 
@@ -101,6 +104,9 @@ class Layout:
             yield CANDIDATES, (candidates, rank), self.dtype
         if self.root_rank:
             yield ROOT, (self.root_rank, hidden), self.dtype
+        if self.features:
+            yield FEATURE_LAYERS, (self.features,), torch.int64
+            yield FEATURES, (hidden, (1 + self.features) * hidden), self.dtype
 
 
 def examine(found: HeadTensors) -> Layout:
@@ -125,7 +131,8 @@ def examine(found: HeadTensors) -> Layout:
     owned = 0 if projections else None
     # Sizes are not known yet: only the names of this one are used.
     rooted = bool(roots) or ROOT in tensors
-    kind = torch.float32, storage, int(conditioned), int(rooted)
+    mapped = FEATURES in tensors or FEATURE_LAYERS in tensors
+    kind = torch.float32, storage, int(conditioned), int(rooted), int(mapped)
     names = Layout(num_heads, num_layers, 0, has_bias, owned, None, *kind, 0, None)
     _check_names(found, (name for name, *_ in names.expected()))
 
@@ -152,7 +159,11 @@ def examine(found: HeadTensors) -> Layout:
         root_rank = tensors[ROOT].shape[0]
         if root_rank > first.shape[0]:
             raise tensors[ROOT].refused(f"at most {first.shape[0]} rows (the hidden size)", root_rank)
-    kind = first.dtype, storage, rank, root_rank
+    features = 0
+    if mapped:
+        _check_matrix(tensors[FEATURES], "[H, (1 + F) H]")
+        features = max(1, tensors[FEATURES].shape[1] // first.shape[0] - 1)
+    kind = first.dtype, storage, rank, root_rank, features
     layout = Layout(num_heads, num_layers, first.shape[0], has_bias, rows, trimmed, *kind, of_parents, vocab_size)
     for name, shape, dtype in layout.expected():
         tensor = tensors[name]
@@ -224,7 +235,7 @@ def pack(
 
     Raises:
         ValueError: NaN or Inf among the weights, before or after the conversion to `dtype`; a token_map that repeats
-            ids or leaves the vocabulary.
+            ids or leaves the vocabulary, feature_layers out of order.
     """
     if layout.trimmed is not None and layout.trimmed > vocab_size:
         raise found.tensors[TOKEN_MAP].refused(f"at most {vocab_size} ids (the vocabulary)", layout.trimmed)
@@ -242,13 +253,14 @@ def pack(
             storage=layout.storage,
             parent_rank=layout.parent_rank,
             root_rank=layout.root_rank,
+            feature_layers=found.tensors[FEATURE_LAYERS].load().tolist() if layout.features else (),
             all_parents=layout.parents == vocab_size,
             dtype=layout.dtype if dtype is None else dtype,
             device=device,
         )
     heads.requires_grad_(False)
     for name, target in unpack(heads).items():
-        if name == TOKEN_MAP:
+        if name in (TOKEN_MAP, FEATURE_LAYERS):
             continue
         stored = found.tensors[name]
         source = stored.load()
@@ -277,7 +289,8 @@ def unpack(heads: MedusaHeads) -> dict[str, torch.Tensor]:
             named[f"{head}.root_up"] = heads.root_up.detach()[head]
     whole: dict[str, torch.Tensor | None] = {
         PARENTS: heads.parent_tokens, CANDIDATES: heads.candidate_tokens, ROOT: heads.root_down,
-        TOKEN_MAP: heads.token_map,
+        FEATURES: heads.feature_map, TOKEN_MAP: heads.token_map,
+        FEATURE_LAYERS: torch.tensor(heads.feature_layers) if heads.feature_layers else None,
     }  # fmt: skip
     return named | {name: tensor.detach() for name, tensor in whole.items() if tensor is not None}
 

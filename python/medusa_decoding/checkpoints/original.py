@@ -1,8 +1,8 @@
 """The paper's heads-only folder: `config.json` next to `medusa_lm_head.safetensors` or `medusa_lm_head.pt`.
 
 Version 1 stores one vocabulary projection per head, version 2 shares the base model's lm_head: the tensors tell which.
-The config repeats what this package adds: `medusa_storage`, `medusa_parent_rank`, `medusa_root_rank` and
-`base_model_revision`.
+The config repeats what this package adds: `medusa_storage`, `medusa_parent_rank`, `medusa_root_rank`,
+`medusa_feature_layers` and `base_model_revision`.
 """
 
 from __future__ import annotations
@@ -122,5 +122,6 @@ def fields(heads: MedusaHeads, base: str, revision: str | None = None) -> dict[s
         "medusa_storage": heads.storage,
         "medusa_parent_rank": heads.parent_rank,
         "medusa_root_rank": heads.root_rank,
+        "medusa_feature_layers": heads.feature_layers,
     }
-    return found | {key: value for key, value in additions.items() if value not in ("float", 0)}
+    return found | {key: value for key, value in additions.items() if value not in ("float", 0, ())}

@@ -208,7 +208,11 @@ def load(config: Config) -> MedusaModel:
             name, vocab_size=stated_sizes(config.model.name, config.model.revision).get("vocab_size")
         )
     base = TrainingBackbone.load(config, device, frozen=True).causal
-    return MedusaModel(base) if checkpoint is None else MedusaModel.from_checkpoint(base, checkpoint)
+    if checkpoint is not None:
+        return MedusaModel.from_checkpoint(base, checkpoint)
+    model = MedusaModel(base)
+    model.backbone.feature_layers = config.heads.feature_layers  # of the states that are saved
+    return model
 
 
 class ProgressBar:

@@ -13,7 +13,7 @@ from medusa_kernels import tree_accept
 def accept(
     tokens: torch.Tensor,
     next_tokens: torch.Tensor,
-    hidden: torch.Tensor,
+    states: torch.Tensor,
     shape: TreeShape,
     state: DecodeState,
     limits: Limits,
@@ -23,7 +23,7 @@ def accept(
     Args:
         tokens: int64 [B, N], the nodes' tokens; the root is always right.
         next_tokens: int64 [B, N], the model's own next token at every node.
-        hidden: [B, N, H], the nodes' final hidden states.
+        states: [B, N, (1 + F) H], what heads read of the nodes, see `Backbone.forward`.
         shape: the tree's.
         state: changed in place, except keys and values.
         limits: when rows end.
@@ -34,7 +34,7 @@ def accept(
         cache_lens: int32 [B], cached tokens before the step.
     """
     accepted = tree_accept(
-        tokens, next_tokens, hidden, shape.depths, shape.paths, limits.eos_tensor,
+        tokens, next_tokens, states, shape.depths, shape.paths, limits.eos_tensor,
         limits.budgets_tensor, state.step,
         lengths=state.cache.lengths, root=state.root, state_hidden=state.hidden, output=state.output,
         count=state.count, finished=state.finished, log=state.log,

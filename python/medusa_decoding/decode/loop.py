@@ -42,9 +42,9 @@ def decode_step(
     noise = selector.noise(state, places(heads, tree), backbone.vocab_size)
     drafts = propose(state, heads, backbone.lm_head, tree, selector.draw_temperature, noise, backbone.embed_tokens)
     tokens, shape = arrange(state, drafts, tree)
-    hidden = backbone.forward(tokens, DecodeContext(state.cache, shape.depths, shape.ancestors))
+    hidden, states = backbone.forward(tokens, DecodeContext(state.cache, shape.depths, shape.ancestors))
     next_tokens = selector(Nodes(hidden, tokens, shape, noise), backbone.lm_head, state, limits)  # verify
-    path, accept_lens, cache_lens = accept(tokens, next_tokens, hidden, shape, state, limits)
+    path, accept_lens, cache_lens = accept(tokens, next_tokens, states, shape, state, limits)
     compact(state.cache, path, accept_lens, cache_lens)
 
 
@@ -54,9 +54,9 @@ def plain_step(
     """Run the same step for a tree that is only a root: plain decoding, with nothing to propose or move."""
     tokens = state.root[:, None]
     noise = selector.noise(state, 1, backbone.vocab_size)
-    hidden = backbone.forward(tokens, DecodeContext(state.cache, shape.depths, shape.ancestors))
+    hidden, states = backbone.forward(tokens, DecodeContext(state.cache, shape.depths, shape.ancestors))
     next_tokens = selector(Nodes(hidden, tokens, shape, noise), backbone.lm_head, state, limits)
-    accept(tokens, next_tokens, hidden, shape, state, limits)
+    accept(tokens, next_tokens, states, shape, state, limits)
 
 
 class StepResult(NamedTuple):

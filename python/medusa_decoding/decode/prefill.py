@@ -91,7 +91,7 @@ def prefill_chunks(
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = prompt
     can_hold = observe is None and backbone.can_hold_last
-    last = torch.empty(batch, 1, backbone.config.hidden_size, dtype=state.hidden.dtype, device=device)
+    last = torch.empty(batch, 1, backbone.states_size, dtype=state.hidden.dtype, device=device)
     first, held = reuse, False
     while first < width:
         at_once = max(1, (chunk if isinstance(chunk, int) else chunk()) // batch)
@@ -105,12 +105,13 @@ def prefill_chunks(
         state.cache.lengths.fill_(first)
         depths = torch.arange(count, dtype=torch.int32, device=device)
         ancestors = chain_words(count, device) if nodes else None
-        hidden = backbone.forward(piece, DecodeContext(state.cache, depths, ancestors, offset=first, hold_last=held))
+        context = DecodeContext(state.cache, depths, ancestors, offset=first, hold_last=held)
+        hidden, states = backbone.forward(piece, context)
         if ends:
-            last[ends, 0] = hidden[ends, [lengths[row] - 1 - first for row in ends]]
+            last[ends, 0] = states[ends, [lengths[row] - 1 - first for row in ends]]
         if observe is not None:
             observe(first, hidden)
-        del hidden  # not kept in memory next to the following chunk's activations
+        del hidden, states, context  # not kept in memory next to the following chunk's activations
         first = end
         if end < width:
             # Steps that meanwhile run with this row as one that has ended write after its last cached token.
@@ -120,11 +121,13 @@ def prefill_chunks(
     root_only = TreeTensors.from_tree(Tree([]), device)
     # The prompt's last token is treated as a root that has just been accepted, in the cache row after the others.
     state.cache.lengths.copy_(filled - 1)
+    hidden = last[..., : backbone.config.hidden_size].contiguous()
     if held:
-        last = backbone.finish(last, DecodeContext(state.cache, root_only.depths, root_only.ancestors))
+        hidden = backbone.finish(hidden, DecodeContext(state.cache, root_only.depths, root_only.ancestors))
+        last = torch.cat([hidden, last[..., hidden.shape[-1] :]], dim=-1)
     noise = selector.noise(state, 1, backbone.vocab_size)
-    root = selector(Nodes(last, tokens[:, :1], root_only, noise), backbone.lm_head, state, limits)
+    root = selector(Nodes(hidden, tokens[:, :1], root_only, noise), backbone.lm_head, state, limits)
     if not selector.makes_logits:
         # Such steps check hidden states alone, so the projection is checked here.
-        state.check.add_(backbone.lm_head(last).amax((1, 2)))
+        state.check.add_(backbone.lm_head(hidden).amax((1, 2)))
     accept(tokens[:, :1], root, last, root_only, state, limits)

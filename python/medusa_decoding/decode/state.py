@@ -24,7 +24,8 @@ class DecodeState:
     Attributes:
         cache: keys and values; `cache.lengths` are the committed tokens of each row, its root excluded.
         root: int64 [B], the model's own next token: emitted, but not yet in the cache.
-        hidden: [B, H], final hidden state of each row's last accepted token, the heads' input.
+        hidden: [B, (1 + F) H], the heads' input: final hidden state of each row's last accepted token, followed by its
+            states after F feature layers.
         output: int64 [B, more than the largest budget], tokens emitted so far; discarded tokens go to the last column.
         count: int32 [B], tokens emitted so far.
         finished: bool [B].
@@ -53,7 +54,7 @@ class DecodeState:
     captured: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def allocate(cls, cache: TreeCache, hidden_size: int, budget: int) -> DecodeState:
+    def allocate(cls, cache: TreeCache, states_size: int, budget: int) -> DecodeState:
         """Make the state before a prefill, for at most `budget` new tokens per row."""
         batch, device = len(cache.lengths), cache.kv.device
         # One column more than the budget: for discarded tokens, and for the log of a step past the end.
@@ -62,7 +63,7 @@ class DecodeState:
         return cls(
             cache=cache,
             root=zeros(batch, dtype=torch.int64),
-            hidden=zeros(batch, hidden_size, dtype=cache.cos.dtype),
+            hidden=zeros(batch, states_size, dtype=cache.cos.dtype),
             output=zeros(batch, width, dtype=torch.int64),
             count=zeros(batch, dtype=torch.int32),
             finished=zeros(batch, dtype=torch.bool),

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from medusa_decoding.backbone.layer_states import layer_states
 from medusa_decoding.decode.selection.sampling import draw_temperature
 from medusa_decoding.generation.request import row_seed
 from medusa_decoding.heads import MedusaHeads
@@ -82,7 +83,8 @@ def own_text_ranks(
         return torch.empty(0, heads.num_heads, dtype=torch.int64)
     # Entry k of a row: the token k + 1 places later; the first is the root, head k's target is entry k + 1.
     later = shifted_labels(text, range(1, heads.num_heads + 2)).T[:count]
-    hidden = backbone.decoder(ids[None], use_cache=False).last_hidden_state[0, prompt - 1 :][:count].to(heads.w1.dtype)
+    states = layer_states(backbone.decoder, heads.feature_layers, input_ids=ids[None], use_cache=False)
+    hidden = states[0, prompt - 1 :][:count].to(heads.w1.dtype)
     ranks = min(RANKS, heads.num_candidates)
     found = []
     rows, drawn = ROWS, {}

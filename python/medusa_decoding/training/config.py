@@ -65,6 +65,9 @@ class HeadsConfig:
     root_rank: int = setting(
         0, "rank of the term that adds the root token's embedding to every head's input; 0 for none", OURS, ge=0
     )
+    feature_layers: tuple[int, ...] = setting(
+        (), "after how many layers heads read states besides the last one, ascending", OURS
+    )
     initial: str | None = setting(
         None, "folder of heads to start from; null: W1 zero, W2 the lm_head", "2.1.1", **WORDS
     )

@@ -139,7 +139,7 @@ def memory_use(backbone: Backbone, sizes: Sizes, rows: int, chunk: int = PREFILL
         rows=capacity,
         cache=torch.Size(kv).numel() * backbone.kv_dtype.itemsize,
         tables=2 * tables * capacity * backbone.family.rotary_width(backbone.config, backbone.head_dim) * item,
-        state=batch * (bucket(sizes.budget + 1) * STATE_BYTES + backbone.config.hidden_size * item),
+        state=batch * (bucket(sizes.budget + 1) * STATE_BYTES + backbone.states_size * item),
         activations=max(_pass(backbone, at_once, item) + copied, _step(backbone, sizes, capacity, item)),
     )
 
@@ -149,8 +149,8 @@ def _pass(backbone: Backbone, rows: int, item: int) -> int:
     config, head_dim = backbone.config, backbone.head_dim
     hidden, inner = config.hidden_size, config.intermediate_size
     q, kv = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
-    # Always live: the layer's input, the residual stream, its normed copy, and what the rotation reads.
-    always = (3 * hidden + 2 * head_dim) * item + 16
+    # Always live: the layer's input, the residual stream, its normed copy, features, and what the rotation reads.
+    always = (2 * hidden + backbone.states_size + 2 * head_dim) * item + 16
     norm = 3 * hidden * 4  # in fp32: the input, its square, the product
     attention = (5 * q + 4 * kv) * item  # projected, rotated (with the products of the rotation), output and its copy
     mlp = 3 * inner * item  # two of gate, its activation and up, and their product

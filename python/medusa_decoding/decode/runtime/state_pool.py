@@ -204,7 +204,7 @@ class StatePool:
             return self._allocate(cache, sizes.budget)
 
     def _allocate(self, cache: TreeCache, budget: int) -> DecodeState:
-        state = DecodeState.allocate(cache, self.backbone.config.hidden_size, budget)
+        state = DecodeState.allocate(cache, self.backbone.states_size, budget)
         self._states.add(state)
         return state
 

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from medusa_decoding.checks import token_list
-from medusa_decoding.files.resumable import companion
 from medusa_decoding.generation import settings as decoding
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.provenance import fingerprint
@@ -33,7 +32,7 @@ from medusa_decoding.training.data.encoding import ChatEncoder
 from medusa_decoding.training.data.records import EXAMPLES, Record
 from medusa_decoding.training.data.sources import BadRecordError
 from medusa_decoding.training.distill.endpoint import Endpoint, ServedAnswers
-from medusa_decoding.training.distill.record_file import STATES
+from medusa_decoding.training.distill.record_file import states_file
 from medusa_decoding.training.distill.seeds import Seed
 from medusa_decoding.training.distill.shards import Shards
 from medusa_decoding.trees.tree import Tree
@@ -178,8 +177,9 @@ def generate_records(
             waiting = itertools.chain([first], waiting)
             saved = None
             if save_states and shards.size == 1 and isinstance(model, MedusaModel) and model.heads is None:
-                weight = model.backbone.causal_lm.model.norm.weight
-                saved = AnswerStates(companion(out, STATES), len(weight), weight.dtype)
+                backbone = model.backbone
+                kept = states_file(out, backbone.feature_layers)
+                saved = AnswerStates(kept, backbone.states_size, backbone.dtype)
             with how.answers(states=saved is not None) as answers:
                 for seed in how.answered(answers, waiting, report):
                     lines = seed.lines() if not seed.prompt else []

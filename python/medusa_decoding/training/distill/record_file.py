@@ -16,8 +16,10 @@ from typing import Any, cast
 from medusa_decoding.files import read_json_object, whole_file, write_json
 from medusa_decoding.files.resumable import ResumableFile, companion
 
-STATES = "states"
-"""The companion of a file of records that has hidden states, an `AnswerStates`."""
+
+def states_file(path: Path, feature_layers: Sequence[int]) -> Path:
+    """Return the companion of a file of records that has hidden states, an `AnswerStates`, those of such layers too."""
+    return companion(path, "-".join(["states", *map(str, feature_layers)]))
 
 
 class RecordFile(ResumableFile):
@@ -118,11 +120,11 @@ def _without_tokens(record: Any) -> dict[str, Any]:
     return {key: record[key] for key in ("seed", "cut", "ended", "learnt")}
 
 
-def saved_states(path: Path, weights: str) -> bool:
-    """Return whether there are hidden states next to a file of records, of a model with this fingerprint."""
-    stated = companion(path, "settings")
-    there = companion(path, STATES).is_file() and stated.is_file()
-    return there and read_json_object(stated).get("model") == weights
+def saved_states(path: Path, weights: str, feature_layers: Sequence[int]) -> Path | None:
+    """Return the `states_file` of a file of records if it exists and is of a model with this fingerprint."""
+    stated, file = companion(path, "settings"), states_file(path, feature_layers)
+    there = file.is_file() and stated.is_file()
+    return file if there and read_json_object(stated).get("model") == weights else None
 
 
 def finished(path: Path, asked: Any) -> dict[str, Any] | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from medusa_decoding.backbone.families import family_of
+from medusa_decoding.backbone.layer_states import layer_states
 from medusa_decoding.checkpoints import pretrained
 from medusa_decoding.training.config import Config, ModelConfig
 from medusa_decoding.training.data.packing import model_inputs
@@ -22,11 +23,15 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class TrainingBackbone:
-    """A causal language model as transformers loads it, with or without peft's wrapper (`lora`) around it."""
+    """A causal language model as transformers loads it, with or without peft's wrapper (`lora`) around it.
 
-    def __init__(self, causal: Any, lora: Any = None) -> None:
+    Its heads read states after `feature_layers` besides the last ones, see `MedusaHeads`.
+    """
+
+    def __init__(self, causal: Any, lora: Any = None, feature_layers: Sequence[int] = ()) -> None:
         self.causal = causal
         self.lora = lora
+        self.feature_layers = tuple(feature_layers)
 
     @classmethod
     def load(cls, config: Config, device: torch.device, frozen: bool = False) -> TrainingBackbone:
@@ -63,7 +68,7 @@ class TrainingBackbone:
         causal.eval()
         if settings.quantization == "none" and device.type != "meta":
             torch.nn.Module.to(causal, device)
-        found = cls(causal)
+        found = cls(causal, feature_layers=config.heads.feature_layers)
         if frozen:
             return found
         if config.lora.enabled:
@@ -120,8 +125,13 @@ class TrainingBackbone:
         return lm_head if family is None else family.logits(lm_head, self.causal.config)
 
     def hidden(self, batch: dict[str, Any]) -> torch.Tensor:
-        """Return the states after the final norm, [B, T, H], of a batch from `packing.collate`."""
-        return self.decoder(**model_inputs(batch)).last_hidden_state
+        """Return what heads read of a batch from `packing.collate`, [B, T, (1 + F) H], see `layer_states`."""
+        return layer_states(self.decoder, self.feature_layers, **model_inputs(batch))
+
+    @property
+    def states_size(self) -> int:
+        """(1 + F) H, the numbers of a position's states."""
+        return (1 + len(self.feature_layers)) * int(self.causal.config.hidden_size)
 
     @contextlib.contextmanager
     def original(self) -> Iterator[None]:

@@ -20,10 +20,9 @@ from torch import nn
 from medusa_decoding.checkpoints import pretrained
 from medusa_decoding.checkpoints.exporting import readers
 from medusa_decoding.decode.runtime.memory import available, size
-from medusa_decoding.files.resumable import companion
 from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.training.config import Config
-from medusa_decoding.training.distill.record_file import STATES
+from medusa_decoding.training.distill.record_file import states_file
 from medusa_decoding.training.loop import machines
 from medusa_decoding.training.loop.backbone import DTYPES, NAME, TrainingBackbone
 from medusa_decoding.training.loop.heads import make_heads, new_heads
@@ -127,7 +126,7 @@ def memory(config: Config, shapes: Shapes) -> dict[str, int]:
     - activations, frozen backbone: n e (6 H + 3 I + A), of the widest layer, A the width of attention. If the backbone
       is trained, n e (20 H + 9 I + A) for every layer (with the adapter's inputs and their dropout); with gradient
       checkpointing, for one layer, and n H e for every layer. The mask of packed rows: n length.
-    - heads' states: 4 K n H (3 L + 3), with a root input 4 K n H more.
+    - heads' states: 4 K n H (3 L + 3), with a root input 4 K n H more, with F feature layers 12 n H (1 + F).
     - logits: 6 C V' (with the gradient in 16 bits) and for own projections 2 V' H (chunks that wait for their product)
       + 4 V' H (one head's operand). If the backbone is trained, 6 C V more; with soft labels 14 C V' + 2 V' H (the
       teacher's logits, two softmaxes, and the teacher's operand).
@@ -160,7 +159,9 @@ def memory(config: Config, shapes: Shapes) -> dict[str, int]:
         activations += positions * config.data.length
     candidates = config.heads.token_map_size or shapes.vocabulary
     chunk = min(positions, max(1, CHUNK_ELEMENTS["cuda"] // candidates))
-    heads, blocks = config.heads.num_heads, config.heads.num_layers
+    heads, blocks, rooted = config.heads.num_heads, config.heads.num_layers, config.heads.root_rank > 0
+    features = len(config.heads.feature_layers)
+    mapped = 3 * (1 + features) if features else 0
     operands = 0 if config.heads.shared_projection else 6 * candidates * shapes.hidden
     if config.trains_backbone:
         operands += 6 * chunk * shapes.vocabulary
@@ -173,7 +174,7 @@ def memory(config: Config, shapes: Shapes) -> dict[str, int]:
         "gradients": 4 * trained + again,
         "optimiser": (2 if rates.optimizer == "adamw_8bit" else 8) * trained + 4 * shapes.own,
         "activations": activations,
-        "heads' states": 4 * heads * positions * shapes.hidden * (3 * blocks + 3 + (config.heads.root_rank > 0)),
+        "heads' states": 4 * positions * shapes.hidden * (heads * (3 * blocks + 3 + rooted) + mapped),
         "logits": 6 * chunk * candidates + operands,
     }
 
@@ -184,10 +185,10 @@ def operations(config: Config, shapes: Shapes, trains_backbone: bool | None = No
     A multiply-add counts as two. Backbone: 2 Q + 2 layers * length * A (half of attention is masked). If it is trained
     with an adapter, twice that again for the gradient of its activations; with all weights, three times; and once more
     each for the teacher of self-distillation and for gradient checkpointing. Heads: 3 * 2 K L H^2 for their blocks, (6
-    K + 4) r H for a root input of rank r (its embedding has no gradient), and 2 K V' H for their logits, times 3 with
-    own projections (gradients of states and weights), 2 with the shared one, and once more for the teacher's with soft
-    labels. Medusa-2 and self-distillation add 2 * 3 V H for the model's own logits. `trains_backbone` says it for a
-    stage; None for the last one.
+    K + 4) r H for a root input of rank r (its embedding has no gradient), 4 (1 + F) H^2 for a map of F feature layers
+    (so have the states), and 2 K V' H for their logits, times 3 with own projections (gradients of states and weights),
+    2 with the shared one, and once more for the teacher's with soft labels. Medusa-2 and self-distillation add 2 * 3 V
+    H for the model's own logits. `trains_backbone` says it for a stage; None for the last one.
     """
     trains_backbone = config.trains_backbone if trains_backbone is None else trains_backbone
     forward = 2.0 * shapes.linear + 2.0 * shapes.layers * config.data.length * shapes.attention
@@ -198,6 +199,8 @@ def operations(config: Config, shapes: Shapes, trains_backbone: bool | None = No
     heads, candidates = config.heads.num_heads, config.heads.token_map_size or shapes.vocabulary
     after = 6.0 * heads * config.heads.num_layers * shapes.hidden**2
     after += (6.0 * heads + 4.0) * config.heads.root_rank * shapes.hidden
+    features = len(config.heads.feature_layers)
+    after += 4.0 * (1 + features) * shapes.hidden**2 if features else 0
     products = (2 if config.heads.shared_projection else 3) + (config.loss.targets != "hard")
     after += 2.0 * heads * candidates * shapes.hidden * products
     if trains_backbone:
@@ -236,7 +239,8 @@ class Pace:
             pace = self if self.first is None or stage.trains_backbone else self.first
             epochs = stage.steps * rates.batch_size / rows
             passes = stage.steps * (rates.batch_size / micro if processes == 1 else math.ceil(rates.batch_size / micro))
-            saved = all(companion(Path(source.path).expanduser(), STATES).is_file() for source in config.data.train)
+            files = (Path(source.path).expanduser() for source in config.data.train)
+            saved = all(states_file(file, config.heads.feature_layers).is_file() for file in files)
             read = 1.0 if config.data.cache_hidden is None else 0.0 if saved else min(1.0, epochs) / epochs
             total += passes * (pace.backbone * read + pace.heads) + stage.steps * pace.update
             # Measuring has no gradients, of about two thirds of the work.
@@ -394,7 +398,8 @@ def describe_time(config: Config, rows: Rows, pace: Pace) -> str:
 def describe_states(config: Config, shapes: Shapes, rows: Rows, pace: Pace) -> str:
     """Return the size of the states that `data.cache_hidden` keeps, and the time of making them, as a line of text."""
     count, micro = len(rows.train), config.optimisation.micro_batch_size
-    each = config.data.length * shapes.hidden * DTYPES.get(config.model.dtype, torch.bfloat16).itemsize
+    numbers = (1 + len(config.heads.feature_layers)) * shapes.hidden
+    each = config.data.length * numbers * DTYPES.get(config.model.dtype, torch.bfloat16).itemsize
     return (
         f"hidden states: {size(count * each)} in {config.data.cache_hidden}, made in the first epoch (or copied from "
         "those saved with the answers) in about "

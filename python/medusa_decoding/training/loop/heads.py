@@ -32,7 +32,7 @@ def make_heads(config: Config, backbone: TrainingBackbone, tokenizer: Any, frequ
         given = given_heads(config, size, vocabulary)
         heads = new_heads(settings, size, vocabulary, given.token_map, torch.float32, device, given.all_parents)
         with torch.no_grad():
-            for name, weight in given.named_parameters():  # its root input or parents' term may be new
+            for name, weight in given.named_parameters():  # root input, parents' term or map may be new
                 heads.get_parameter(name).copy_(weight)
         return heads
     token_map = choose_tokens(settings, tokenizer, frequencies)
@@ -88,6 +88,7 @@ def new_heads(
         token_map=None if token_map is None else token_map.cpu(),
         parent_rank=settings.parent_rank,
         root_rank=settings.root_rank,
+        feature_layers=settings.feature_layers,
         all_parents=all_parents,
         dtype=dtype,
         device=device,
@@ -112,6 +113,7 @@ def given_heads(config: Config, hidden_size: int, vocab_size: int) -> MedusaHead
         ("token_map_size", None if heads.token_map is None else len(heads.token_map)),
         ("parent_rank", heads.parent_rank or settings.parent_rank),  # a missing term is made
         ("root_rank", heads.root_rank or settings.root_rank),
+        ("feature_layers", heads.feature_layers or settings.feature_layers),
     ):
         wanted = getattr(settings, key)
         if wanted != got:

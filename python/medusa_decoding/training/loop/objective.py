@@ -20,7 +20,7 @@ from medusa_decoding.training.loss.language import distillation_loss, language_l
 from medusa_decoding.training.loss.medusa import head_weights, medusa_loss
 
 HIDDEN = "hidden"
-"""Name in a batch of states [B, T, H] that are computed already."""
+"""Name in a batch of states [B, T, (1 + F) H] that are computed already."""
 
 
 def count_targets(batch: dict[str, Any], num_heads: int, token_map: Tensor | None) -> Tensor:
@@ -76,14 +76,15 @@ class Objective(nn.Module):
         measuring = normalisers is None
         joint = self.joint and not measuring
         backbone, heads = self._backbone, self.heads
-        hidden = batch.get(HIDDEN)
-        if hidden is None:
+        states = batch.get(HIDDEN)
+        if states is None:
             with torch.set_grad_enabled(torch.is_grad_enabled() and joint):
-                hidden = backbone.hidden(batch)
-        hidden, texts = hidden.flatten(0, 1), batch.get(TEXTS) or Texts.of(batch)
+                states = backbone.hidden(batch)
+        states, texts = states.flatten(0, 1), batch.get(TEXTS) or Texts.of(batch)
+        hidden = states[:, : heads.hidden_size]
         labels, segments = texts.labels, texts.segments
         of_heads = medusa_loss(
-            hidden,
+            states,
             heads,
             labels,
             tokens=texts.tokens if heads.parent_rank or heads.root_rank else None,
@@ -103,7 +104,7 @@ class Objective(nn.Module):
             options: dict[str, Any] = {"segments": segments, "normaliser": own}
             if joint and self._config.method == "self-distillation":
                 with torch.no_grad(), backbone.original():
-                    teacher = backbone.hidden(batch).flatten(0, 1)
+                    teacher = backbone.hidden(batch).flatten(0, 1)[:, : heads.hidden_size]
                 original_head = backbone.to_logits(adapted=False)
                 model = distillation_loss(hidden, backbone.to_logits(), teacher, original_head, labels, **options)
             else:

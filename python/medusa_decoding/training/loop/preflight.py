@@ -70,6 +70,9 @@ def check(config: Config, processes: Processes, resume: bool = False) -> Path | 
     vocabulary, trimmed = int(model.vocab_size), config.heads.token_map_size
     if trimmed is not None and trimmed > vocabulary:
         raise ValueError(f"heads.token_map_size: expected at most the {vocabulary} tokens there are, got {trimmed}")
+    layers, read = int(model.num_hidden_layers), config.heads.feature_layers
+    if max(read, default=0) >= layers:
+        raise ValueError(f"heads.feature_layers: expected numbers below the model's {layers} layers, got {list(read)}")
     if config.heads.initial is not None:
         given_heads(config, int(model.hidden_size), vocabulary)
     heads = estimate.meta_heads(config, int(model.hidden_size), vocabulary)

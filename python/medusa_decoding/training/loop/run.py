@@ -19,13 +19,12 @@ import torch
 from medusa_decoding.checkpoints import export, hub, write_heads
 from medusa_decoding.checkpoints.pretrained import stated_sizes
 from medusa_decoding.files import read_json_object, whole_folder, write_json
-from medusa_decoding.files.resumable import companion
 from medusa_decoding.provenance import fingerprint as weights_fingerprint
 from medusa_decoding.provenance import versions
 from medusa_decoding.training import config_schema
 from medusa_decoding.training.config import Config
 from medusa_decoding.training.data.answer_states import AnswerStates
-from medusa_decoding.training.distill.record_file import STATES, asked_of, saved_states
+from medusa_decoding.training.distill.record_file import asked_of, saved_states
 from medusa_decoding.training.loop import card
 from medusa_decoding.training.loop.accuracy import Measured
 from medusa_decoding.training.loop.backbone import DTYPES, TrainingBackbone, load_tokenizer
@@ -187,8 +186,10 @@ def _states(config: Config, backbone: TrainingBackbone, rows: Rows, processes: P
         return None
     model = config.model
     facts = {name: getattr(model, name) for name in ("name", "revision", "quantization", "attention")}
+    if backbone.feature_layers:
+        facts["feature_layers"] = backbone.feature_layers
     facts["weights"] = weights_fingerprint(backbone.causal)
-    shape = len(rows.train), config.data.length, int(backbone.causal.config.hidden_size)
+    shape = len(rows.train), config.data.length, backbone.states_size
     key = fingerprint(rows.train, facts)
     folder = Path(config.data.cache_hidden)
     if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
@@ -198,9 +199,10 @@ def _states(config: Config, backbone: TrainingBackbone, rows: Rows, processes: P
 
     def fill() -> None:
         paths = [Path(source.path).expanduser() for source in config.data.train]
-        known = [companion(path, STATES) for path in paths if saved_states(path, facts["weights"])]
+        files = [saved_states(path, facts["weights"], backbone.feature_layers) for path in paths]
+        known = [AnswerStates(file, shape[2], DTYPES[model.dtype]) for file in files if file is not None]
         if known:
-            cache.fill(rows.train, [AnswerStates(file, shape[2], DTYPES[model.dtype]) for file in known])
+            cache.fill(rows.train, known)
 
     processes.in_turn(fill)
     return cache

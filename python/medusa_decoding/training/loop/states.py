@@ -37,9 +37,10 @@ def fingerprint(rows: PackedDataset, settings: Mapping[str, Any], labels: bool =
 
 
 class StateCache:
-    """States [length, H] of rows in a folder, which is made if it is missing.
+    """States [length, (1 + F) H] of rows in a folder, which is made if it is missing.
 
-    The key is a `fingerprint`, the shape (rows, length, H). `made` counts the rows that this process has put there.
+    The key is a `fingerprint`, the shape (rows, length, (1 + F) H). `made` counts the rows that this process has put
+    there.
 
     Raises:
         ValueError: a folder with the states of other rows or of another model, or without their files.
@@ -63,7 +64,7 @@ class StateCache:
         self._there = torch.from_file(str(folder / THERE), shared=True, size=shape[0], dtype=torch.uint8)
 
     def get(self, rows: Sequence[int], pinned: bool = False) -> Tensor | None:
-        """Return the states of rows, a copy [B, length, H] on the CPU, or None if one of them is not there yet.
+        """Return the states of rows, a copy [B, length, (1 + F) H] on the CPU, or None if one of them is not there yet.
 
         From pinned memory, the copy to a GPU overlaps with the host's work.
         """

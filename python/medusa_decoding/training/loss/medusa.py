@@ -59,7 +59,8 @@ def medusa_loss(
     that nothing is read back from the device.
 
     Args:
-        hidden: [T, H] states after the model's final norm; any floating type (cast to that of the heads).
+        hidden: [T, (1 + F) H] states after the model's final norm, followed by those of the heads' feature layers; any
+            floating type (cast to that of the heads).
         heads: K heads, their projections in floats; their parameters get a gradient if they require one.
         labels: int64 [T], the token id at each position or IGNORE.
         tokens: int64 [T], the text's token ids, labelled or not; needed exactly if the heads have a parent_rank or a
@@ -116,7 +117,7 @@ def medusa_loss(
         later = positions + torch.arange(1, heads.num_heads + 1, device=positions.device)[:, None]
         criterion = Divergence(
             teacher,
-            hidden,
+            hidden[:, : heads.hidden_size],
             later.masked_fill(index == IGNORE, IGNORE),
             sum_type(states.dtype),
             hard=hard if top else None,
