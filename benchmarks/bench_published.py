@@ -21,7 +21,8 @@ Every answer is a line of raw.jsonl in `--out`: after an interruption, or `--min
 the lines say is in summary.json: tokens per second of each set and category over those of other ways (95 % bootstrap
 intervals over prompts), in fp32 how many texts are transformers', and what typical acceptance (temperature 0.7, lossy)
 loses: the mean log-likelihood that the model itself gives a token of its texts, less that of the plain loop's. This is
-no measure of quality: text that repeats itself is likely.
+no measure of quality: text that repeats itself is likely. `--other-heads` adds the same ways with other heads, such as
+"bf16, other/heads"; their ratios to "bf16/heads" compare the two.
 """
 
 from __future__ import annotations
@@ -91,12 +92,14 @@ class Side:
         chosen: the length of a copy ("copied") and the size of the tree ("nodes").
         accuracies: of the heads; None without any.
         llama: starts llama.cpp with or without its draft; None without llama.cpp.
+        other: whether the heads are the other ones, for the ways of `COMPARED` alone.
     """
 
     bench: Bench
     chosen: dict[str, int] = field(default_factory=dict)
     accuracies: Any = None
     llama: Callable[[bool], llama_cpp_server.Server] | None = None
+    other: bool = False
 
     def tree(self, copied: bool, nodes: bool) -> Tree:
         """Return the chosen tree."""
@@ -180,12 +183,15 @@ WAYS: dict[str, Callable[[Side], Callable[[Asked], Timed]]] = {
     LLAMA: lambda side: llama(side, draft=False),
     "llama.cpp, n-grams": lambda side: llama(side, draft=True),
 }  # fmt: skip
-NEED_HEADS = ("heads", "heads, auto", "heads, lookup", TYPICAL)
-BASELINES = (PLAIN, TRANSFORMERS, "transformers, compiled", LLAMA)
+COMPARED = ("heads", "heads, auto", "heads, lookup")
+NEED_HEADS, OTHER = (*COMPARED, TYPICAL), ", other"
+BASELINES = (PLAIN, TRANSFORMERS, "transformers, compiled", "heads", LLAMA)
 
 
 def runs(name: str, side: Side) -> bool:
     """Return whether a way can run: whether there are heads, or llama.cpp, or a model of ours."""
+    if side.other:
+        return name in COMPARED
     if name.startswith(LLAMA):
         return side.llama is not None
     return side.bench.model is not None and (side.accuracies is not None or name not in NEED_HEADS)
@@ -215,18 +221,22 @@ def loaded(args: argparse.Namespace) -> Iterator[dict[str, Side]]:
             for weight in own.parameters():  # buffers stay in float32, as they are when a model is loaded
                 weight.data = weight.data.to(activations)
             quantise(own.to(args.device), quantised)
-            model = MedusaModel.from_pretrained(args.heads, own) if args.heads else MedusaModel(own)
-            stack.enter_context(model)
-            conversations = Conversations(model, tokenizer)
-            tuning = [Asked(i, ids) for i, ids in enumerate(tuning_prompts(args.data, conversations))]
-            bench = Bench(model, tokenizer, [], tuning, TUNING_TOKENS, {"eos_token_id": []} | conversations.ending())
-            side = sides[dtype] = Side(bench)
-            if args.heads:
-                known = find_accuracies(Path(args.heads), setup.heads_of(model))
-                side.accuracies = setup.count_heads(bench) if known is None else known.by_rank
+            for name, heads in (
+                (dtype, args.heads),
+                *([(dtype + OTHER, args.other_heads)] if args.other_heads else []),
+            ):
+                model = MedusaModel.from_pretrained(heads, own) if heads else MedusaModel(own)
+                stack.enter_context(model)
+                conversations = Conversations(model, tokenizer)
+                tuning = [Asked(i, ids) for i, ids in enumerate(tuning_prompts(args.data, conversations))]
+                ends = {"eos_token_id": []} | conversations.ending()
+                side = sides[name] = Side(Bench(model, tokenizer, [], tuning, TUNING_TOKENS, ends), other=name != dtype)
+                if heads:
+                    known = find_accuracies(Path(heads), setup.heads_of(model))
+                    side.accuracies = setup.count_heads(side.bench) if known is None else known.by_rank
             if args.llama:
                 llama_cpp_server.rewrite(source, folder / f"{dtype}.gguf", *GGUF[dtype])
-                side.llama = functools.partial(start, folder / f"{dtype}.gguf", dtype == "fp32")
+                sides[dtype].llama = functools.partial(start, folder / f"{dtype}.gguf", dtype == "fp32")
         if args.llama:
             without: Any = None
             bench = Bench(without, without, [], [], args.max_new_tokens, {})
@@ -330,7 +340,8 @@ def measure(
 def described(args: argparse.Namespace) -> dict[str, Any]:
     """Return what lines of one file have in common."""
     llama_cpp = llama_cpp_server.version(args.llama) if args.llama else None
-    names = {"model": Path(args.model).name, "heads": Path(args.heads).name if args.heads else None}
+    given = {name: getattr(args, name) for name in ("model", "heads", "other_heads")}
+    names = {name: Path(path).name if path else None for name, path in given.items()}
     kept = {name: getattr(args, name) for name in ("ways", "dtypes", "device", "threads", "max_new_tokens", "prompts")}
     of_machine = {name: value for name, value in harness.provenance().items() if name not in ("command", "date")}
     return names | kept | {"llama_cpp": llama_cpp} | of_machine
@@ -338,14 +349,19 @@ def described(args: argparse.Namespace) -> dict[str, Any]:
 
 def raw(found: Mapping[str, Timed]) -> dict[str, dict[str, Any]]:
     """Return what a line says of each way; "same": whether the text is transformers' in the same dtype."""
-    theirs = {name.split("/")[0]: one.text for name, (one, _) in found.items() if name.split("/")[1] == TRANSFORMERS}
+    theirs = {dtype_of(name): one.text for name, (one, _) in found.items() if name.split("/")[1] == TRANSFORMERS}
     return {
         name: {
             "tokens": len(one.text), "seconds": round(one.seconds, 4), "cpu_seconds": round(cpu, 4),
-            "committed": one.committed, "steps": one.steps, "same": one.text == theirs.get(name.split("/")[0]),
+            "committed": one.committed, "steps": one.steps, "same": one.text == theirs.get(dtype_of(name)),
         }
         for name, (one, cpu) in found.items()
     }  # fmt: skip
+
+
+def dtype_of(way: str) -> str:
+    """Return the dtype of a way that is named with it."""
+    return way.split("/")[0].removesuffix(OTHER)
 
 
 def surprises(sides: Mapping[str, Side], ids: torch.Tensor, found: Mapping[str, Timed]) -> dict[str, float]:
@@ -383,7 +399,7 @@ def figures(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {"prompts": len(next(iter(totals.values()))), "texts": len(lines), "ways": {}}
     for name, samples in totals.items():
         total = functools.reduce(lambda a, b: a + b, samples.values())
-        dtype = name.split("/")[0]
+        dtype = dtype_of(name)
         over = {}
         for baseline in (*(f"{dtype}/{one}" for one in BASELINES), f"{GIVEN}/{LLAMA}"):
             if baseline in totals and baseline != name:
@@ -414,7 +430,7 @@ def table(found: Mapping[str, Any], baseline: str) -> str:
     for name, one in every.items():
         steps, cells = one["tokens_per_step"], []
         for group in found.values():
-            ratio = group["ways"][name]["over"].get(f"{name.split('/')[0]}/{baseline}")
+            ratio = group["ways"][name]["over"].get(f"{dtype_of(name)}/{baseline}")
             cells.append("" if ratio is None else interval.as_text(interval.Interval(**ratio), 2))
         same = "" if name.startswith("given/") else one["same_text_as_transformers"]  # transformers does not run it
         fixed = [f"{one['tokens_per_second']:.1f}", f"{steps:.2f}" if steps else "", same]
@@ -427,6 +443,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True, help="a GGUF file, or a folder")
     parser.add_argument("--heads", metavar="FOLDER", help="of the model (default: only ways that need none)")
+    parser.add_argument("--other-heads", metavar="FOLDER", help="of the model, to compare with --heads (default: none)")
     parser.add_argument("--llama", metavar="PYTHON", help="an interpreter that has xllamacpp (default: no llama.cpp)")
     parser.add_argument("--data", type=Path, required=True, metavar="FOLDER",
                         help=f"has {', '.join(SETS.values())} and {TUNING}, in it or below it")  # fmt: skip

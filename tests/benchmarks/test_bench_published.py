@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from benchmarks import bench_published, llama_cpp_server
-from benchmarks.bench_published import WAYS, summary
+from benchmarks.bench_published import COMPARED, WAYS, summary
 from medusa_decoding.demo import CHECKPOINT
 from recipes.demo.requests import draw
 
 gguf = pytest.importorskip("gguf")
+OTHERS = (", other", COMPARED)
 
 
 def one(tokens, seconds, same=True, committed=0, steps=0):
@@ -64,7 +65,8 @@ def test_a_run_is_continued_and_its_texts_are_transformers(tmp_path, monkeypatch
     (tmp_path / "dev.jsonl").write_text(json.dumps({"prompt": requests[0]}))
     (tmp_path / "mt_bench.jsonl").write_text(json.dumps({"turns": requests[1:3], "category": "writing"}))
     out, threads = tmp_path / "out", str(torch.get_num_threads())
-    command = f"x --model {CHECKPOINT / 'base'} --heads {CHECKPOINT / 'heads'} --data {tmp_path} --out {out}"
+    heads = CHECKPOINT / "heads"
+    command = f"x --model {CHECKPOINT / 'base'} --heads {heads} --other-heads {heads} --data {tmp_path} --out {out}"
 
     def run(*more):
         monkeypatch.setattr(sys, "argv", [*command.split(), "--threads", threads, "--dtypes", "fp32", "int8", *more])
@@ -77,8 +79,11 @@ def test_a_run_is_continued_and_its_texts_are_transformers(tmp_path, monkeypatch
     found = json.loads((out / "summary.json").read_text())
     figures = found["groups"]["all"]["ways"]
     mine = [name for name in WAYS if not name.startswith("llama.cpp")]
-    assert list(figures) == [f"{dtype}/{name}" for dtype in ("fp32", "int8") for name in mine]
-    assert {figures[f"fp32/{name}"]["same_text_as_transformers"] for name in mine if name != "typical"} == {3}
+    sides = [(f"{dtype}{suffix}", ways) for dtype in ("fp32", "int8") for suffix, ways in (("", mine), OTHERS)]
+    assert list(figures) == [f"{side}/{name}" for side, ways in sides for name in ways]
+    exact = [name for name in figures if name.startswith("fp32") and not name.endswith("/typical")]
+    assert {figures[name]["same_text_as_transformers"] for name in exact} == {3}
+    assert figures["fp32, other/heads"]["over"].keys() >= {"fp32/plain", "fp32/heads"}
     assert figures["fp32/plain"]["tokens_per_step"] == 1 < figures["fp32/heads"]["tokens_per_step"]
     assert figures["fp32/typical"]["log_likelihood_per_token_over_plain"]["value"] < 1
     (out / "raw.jsonl").write_text("\n".join(before) + "\n")
