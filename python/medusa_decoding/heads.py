@@ -163,8 +163,8 @@ class MedusaHeads(nn.Module):
         for name, flag in (("shared_projection", shared_projection), ("bias", bias), ("all_parents", all_parents)):
             if not isinstance(flag, bool):
                 raise ValueError(f"{name}: expected True or False, got {shown(flag)}")
-        numbers = [layer for layer in feature_layers if isinstance(layer, int) and not isinstance(layer, bool)]
-        if numbers != sorted({*feature_layers}) or min(numbers, default=1) < 1:
+        listed = isinstance(feature_layers, (list, tuple)) and all(type(n) is int and n > 0 for n in feature_layers)
+        if not listed or sorted({*feature_layers}) != [*feature_layers]:
             raise ValueError(f"feature_layers: expected ascending numbers of layers, got {shown(feature_layers)}")
         if token_map is not None:
             _check_token_map(token_map, vocab_size)
