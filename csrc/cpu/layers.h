@@ -65,14 +65,17 @@ inline void quantise(const typename A::T* x, int64_t head_dim, char* row) {
   __builtin_memcpy(row + head_dim, &scale, sizeof(scale));
 }
 
-constexpr int64_t kQueries = 32;  // query rows that pass over the keys together
-constexpr int64_t kKeys = 64;     // keys whose scores are held at once
+constexpr int64_t kQueries = 32;    // query rows that pass over the keys together
+constexpr int64_t kKeys = 64;       // positions whose scores are added up together
+constexpr int64_t kMostNodes = 256;
+constexpr int64_t kTail = kKeys + kMostNodes;  // the most keys after the last whole kKeys of the prefix
 constexpr int64_t kMaxHead = 256;
 constexpr float kHidden = -__builtin_inff();
 
 // out[query, :] += sum over keys of scores[query, key] * values[key, :], for kRows queries and kWide vectors of a head.
 template <class A, int kRows, int kWide>
-inline void weigh(const float* scores, const char* values, int64_t keys, int64_t stride, int64_t count, float* out) {
+inline void weigh(const float* scores, int64_t apart, const char* values, int64_t keys, int64_t stride, int64_t count,
+                  float* out) {
   F acc[kRows * kWide];
   MEDUSA_UNROLL
   for (int i = 0; i < kRows * kWide; ++i) acc[i] = load<F>(out + i / kWide * kMaxHead + i % kWide * kLanes);
@@ -85,7 +88,7 @@ inline void weigh(const float* scores, const char* values, int64_t keys, int64_t
     MEDUSA_UNROLL
     for (int r = 0; r < kRows; ++r) {
       MEDUSA_UNROLL
-      for (int v = 0; v < kWide; ++v) acc[r * kWide + v] = value[v] * scores[r * kKeys + key] + acc[r * kWide + v];
+      for (int v = 0; v < kWide; ++v) acc[r * kWide + v] = value[v] * scores[r * apart + key] + acc[r * kWide + v];
     }
   }
   MEDUSA_UNROLL
@@ -93,16 +96,16 @@ inline void weigh(const float* scores, const char* values, int64_t keys, int64_t
 }
 
 template <class A, int kRows>
-inline void weigh_rows(const float* scores, const char* values, int64_t keys, int64_t stride, int64_t head_dim,
-                       float* out) {
+inline void weigh_rows(const float* scores, int64_t apart, const char* values, int64_t keys, int64_t stride,
+                       int64_t head_dim, float* out) {
   constexpr int64_t kSize = sizeof(typename A::T);
   constexpr int kWide = kRows * 4 <= kManyRows * kManyTokens ? 4 : 2;  // more sums than that have no registers
   int64_t first = 0;
   for (; first + kWide * kLanes <= head_dim; first += kWide * kLanes) {
-    weigh<A, kRows, kWide>(scores, values + first * kSize, keys, stride, kWide * kLanes, out + first);
+    weigh<A, kRows, kWide>(scores, apart, values + first * kSize, keys, stride, kWide * kLanes, out + first);
   }
   for (; first < head_dim; first += kLanes) {
-    weigh<A, kRows, 1>(scores, values + first * kSize, keys, stride, head_dim - first, out + first);
+    weigh<A, kRows, 1>(scores, apart, values + first * kSize, keys, stride, head_dim - first, out + first);
   }
 }
 
@@ -125,7 +128,6 @@ struct Sequence {
   typename A::T* out;   // [nodes, heads, head_dim]
 
   int64_t words() const { return blocks(a.nodes, 64); }
-  bool sees(int64_t node, int64_t other) const { return ancestors[node * words() + other / 64] >> (other % 64) & 1; }
   int64_t depth(int64_t node) const {
     int64_t count = -1;
     for (int64_t w = 0; w < words(); ++w) count += __builtin_popcountll(static_cast<uint64_t>(ancestors[node * words() + w]));
@@ -161,70 +163,119 @@ struct Sequence {
   }
 
   // Query rows [first, first + count) of one KV head attend; row i is node i / group, query head i % group
-  // (tree_attention). Keys pass in blocks, with the running maximum and sum of each row (Dao et al. 2022).
+  // (tree_attention). Keys pass in blocks of kKeys positions, with the running maximum and sum of each row (Dao et al.
+  // 2022). A block is added up in the order of positions, wherever in the cache a node's ancestors lie: a node's result
+  // has the bits that it has in a text which is decoded token by token.
   template <class W>
   void attend(int64_t kv_head, int64_t first, int64_t count) const {
-    const int64_t group = a.heads / a.kv_heads, dim = a.head_dim, all_heads = a.heads + 2 * a.kv_heads;
-    const int64_t start = window == 0 || prefix + 1 < window ? 0 : prefix + 1 - window;
-    const int64_t vectors = prepared_vectors<W>(dim), end = prefix + a.nodes, row_size = cached_bytes<A>(a);
-    const float scale = float(a.scale), cap = float(a.softcap), last_scale = cap > 0.0f ? 1.0f : scale;
     using V = Kept<W, A>;
-    float key_scales[kKeys] = {}, value_scales[kKeys] = {};
+    using T = typename V::Type;
+    const int64_t group = a.heads / a.kv_heads, dim = a.head_dim, all_heads = a.heads + 2 * a.kv_heads;
+    const int64_t vectors = prepared_vectors<W>(dim), row_size = cached_bytes<A>(a);
+    const int64_t start = window == 0 || prefix + 1 < window ? 0 : (prefix + 1 - window) / kKeys * kKeys;
+    const int64_t whole = prefix / kKeys * kKeys, before = prefix - whole;
+    const float scale = float(a.scale), cap = float(a.softcap), last_scale = cap > 0.0f ? 1.0f : scale;
+    float key_scales[kTail] = {}, value_scales[kTail] = {};
     typename W::X queries[kQueries * 2 * kMaxHead / kLanes];
-    alignas(kBytes) float scores[kQueries * kKeys], sums[kQueries * kMaxHead];
+    alignas(kBytes) float scores[kQueries * kTail], weights[kQueries * kTail], sums[kQueries * kMaxHead];
     float top[kQueries], total[kQueries];
+    int64_t deepest = 0;
     for (int64_t i = 0; i < count; ++i) {
       const int64_t node = (first + i) / group, head = kv_head * group + (first + i) % group;
       prepare<W, A>(rows + (node * all_heads + head) * dim, 1, dim, queries + i * vectors);
       top[i] = -1e30f;
       total[i] = 0.0f;
+      if (depth(node) > deepest) deepest = depth(node);
     }
     __builtin_memset(sums, 0, sizeof(float) * size_t(count * kMaxHead));
-    for (int64_t key = start; key < end; key += kKeys) {
-      const int64_t keys_now = least(kKeys, end - key);
+    // The scores of all queries with `now` keys from row `key` on, before their last factor.
+    const auto score = [&](int64_t key, int64_t now, int64_t apart) {
       const char* block = keys + (kv_head * a.rows + key) * row_size;
-      const char* value = values + (kv_head * a.rows + key) * row_size;
-      product<W>(block, row_size, nullptr, 0, keys_now, queries, count, dim, scores, kKeys);
-      for (int64_t k = 0; V::kScaled && k < keys_now; ++k) {
+      product<W>(block, row_size, nullptr, 0, now, queries, count, dim, scores, apart);
+      for (int64_t k = 0; V::kScaled && k < now; ++k) {
         __builtin_memcpy(key_scales + k, block + k * row_size + dim, sizeof(float));
-        __builtin_memcpy(value_scales + k, value + k * row_size + dim, sizeof(float));
+        __builtin_memcpy(value_scales + k, values + (kv_head * a.rows + key + k) * row_size + dim, sizeof(float));
       }
       for (int64_t i = 0; i < count; ++i) {
-        float* row = scores + i * kKeys;
-        for (int64_t k = 0; V::kScaled && k < kKeys; k += kLanes) {
+        float* row = scores + i * apart;
+        for (int64_t k = 0; V::kScaled && k < now; k += kLanes) {
           store(row + k, load<F>(row + k) * load<F>(key_scales + k));
         }
-        for (int64_t k = 0; cap > 0.0f && k < kKeys; k += kLanes) store(row + k, capped(load<F>(row + k) * scale, cap));
-        hide((first + i) / group, key, keys_now, row);
-        F best = all(top[i]);
-        for (int64_t k = 0; k < kKeys; k += kLanes) {
-          const F scaled = load<F>(row + k) * last_scale;
-          store(row + k, scaled);
-          best = larger(scaled, best);
-        }
-        const float now = largest(best);
-        F added{};
-        for (int64_t k = 0; k < kKeys; k += kLanes) {
-          const F p = exponential(load<F>(row + k) - now);
-          store(row + k, V::kScaled ? p * load<F>(value_scales + k) : p);
-          added = added + p;
-        }
-        const float kept = exponential(all(top[i] - now))[0];
-        total[i] = total[i] * kept + sum(added);
-        top[i] = now;
-        if (kept != 1.0f) {
-          for (int64_t d = 0; d < dim; d += kLanes) {
-            float* at = sums + i * kMaxHead + d;
-            store(at, load<F>(at) * kept);
-          }
-        }
+        for (int64_t k = 0; cap > 0.0f && k < now; k += kLanes) store(row + k, capped(load<F>(row + k) * scale, cap));
       }
-      using T = typename V::Type;
+    };
+    // Turns the scores of a block, in the order of positions, into weights over the maximum so far.
+    const auto soften = [&](int64_t i, float* block) {
+      F best = all(top[i]), added{};
+      for (int64_t k = 0; k < kKeys; k += kLanes) {
+        const F scaled = load<F>(block + k) * last_scale;
+        store(block + k, scaled);
+        best = larger(scaled, best);
+      }
+      const float now = largest(best);
+      for (int64_t k = 0; k < kKeys; k += kLanes) {
+        const F p = exponential(load<F>(block + k) - now);
+        store(block + k, p);
+        added = added + p;
+      }
+      const float kept = exponential(all(top[i] - now))[0];
+      total[i] = total[i] * kept + sum(added);
+      top[i] = now;
+      for (int64_t d = 0; kept != 1.0f && d < dim; d += kLanes) {
+        float* at = sums + i * kMaxHead + d;
+        store(at, load<F>(at) * kept);
+      }
+    };
+    // Adds the values of keys [from, to) after row `key`, with their weights in rows of `own`.
+    const auto add = [&](int64_t key, int64_t from, int64_t to, float* own, int64_t apart) {
+      for (int64_t i = 0; V::kScaled && i < count; ++i) {
+        for (int64_t k = from; k < to; ++k) own[i * apart + k] *= value_scales[k];
+      }
+      const char* value = values + (kv_head * a.rows + key + from) * row_size;
       int64_t i = 0;
       for (; i + 4 <= count; i += 4) {
-        weigh_rows<T, 4>(scores + i * kKeys, value, keys_now, row_size, dim, sums + i * kMaxHead);
+        weigh_rows<T, 4>(own + i * apart + from, apart, value, to - from, row_size, dim, sums + i * kMaxHead);
       }
-      for (; i < count; ++i) weigh_rows<T, 1>(scores + i * kKeys, value, keys_now, row_size, dim, sums + i * kMaxHead);
+      for (; i < count; ++i) {
+        weigh_rows<T, 1>(own + i * apart + from, apart, value, to - from, row_size, dim, sums + i * kMaxHead);
+      }
+    };
+    for (int64_t key = start; key < whole; key += kKeys) {
+      score(key, kKeys, kKeys);
+      for (int64_t i = 0; i < count; ++i) {
+        float* row = scores + i * kKeys;
+        for (int64_t k = least(kKeys, oldest((first + i) / group) - key); k > 0; --k) row[k - 1] = kHidden;
+        soften(i, row);
+      }
+      add(key, 0, kKeys, scores, kKeys);
+    }
+    const int64_t apart = before + a.nodes > kKeys ? kTail : kKeys;
+    score(whole, before + a.nodes, apart);
+    for (int64_t piece = 0; piece * kKeys <= before + deepest; ++piece) {
+      // Earlier positions are in the first block alone. No ancestor in a later one lies before `from`.
+      const int64_t earlier = piece == 0 ? before : 0, from = piece * kKeys;
+      int64_t to = from + earlier;
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t node = (first + i) / group, seen = oldest(node);
+        const float* row = scores + i * apart;
+        float* own = weights + i * apart;
+        alignas(kBytes) float block[kKeys];
+        int64_t places[kKeys], held = earlier;
+        for (int64_t k = 0; k < kKeys; k += kLanes) store(block + k, all(kHidden));
+        __builtin_memcpy(block, row, sizeof(float) * size_t(earlier));
+        for (int64_t k = least(earlier, seen - whole); k > 0; --k) block[k - 1] = kHidden;
+        each_ancestor(node, [&](int64_t other, int64_t at) {
+          if ((before + at) / kKeys != piece) return;
+          if (prefix + at >= seen) block[held] = row[before + other];
+          places[held++] = before + other;
+        });
+        soften(i, block);
+        __builtin_memset(own + from, 0, sizeof(float) * size_t(before + a.nodes - from));
+        __builtin_memcpy(own, block, sizeof(float) * size_t(earlier));
+        for (int64_t k = earlier; k < held; ++k) own[places[k]] = block[k];
+        if (held > earlier && places[held - 1] >= to) to = places[held - 1] + 1;
+      }
+      add(whole, from, to, weights, apart);
     }
     for (int64_t i = 0; i < count; ++i) {
       const int64_t node = (first + i) / group, head = kv_head * group + (first + i) % group;
@@ -234,18 +285,17 @@ struct Sequence {
     }
   }
 
-  // Sets the scores of keys that a node does not see, and of those after the last key, to minus infinity.
-  void hide(int64_t node, int64_t key, int64_t count, float* scores) const {
-    for (int64_t k = count; k < kKeys; ++k) scores[k] = kHidden;
-    if (key + count <= prefix && window == 0) return;
-    for (int64_t k = prefix > key ? prefix - key : 0; k < count; ++k) {
-      if (!sees(node, key + k - prefix)) scores[k] = kHidden;
-    }
-    if (window == 0) return;
-    const int64_t position = prefix + depth(node);
-    for (int64_t k = 0; k < count; ++k) {
-      const int64_t other = key + k - prefix;
-      if (position - (other < 0 ? key + k : prefix + depth(other)) >= window) scores[k] = kHidden;
+  // The first position that a node's window lets it see, 0 or less without a window.
+  int64_t oldest(int64_t node) const { return window == 0 ? 0 : prefix + depth(node) + 1 - window; }
+
+  // Calls run(ancestor, its depth) for a node's ancestors and itself, from the root on.
+  template <class Run>
+  void each_ancestor(int64_t node, const Run& run) const {
+    int64_t at = 0;
+    for (int64_t w = 0; w < words(); ++w) {
+      for (auto left = static_cast<uint64_t>(ancestors[node * words() + w]); left != 0; left &= left - 1) {
+        run(w * 64 + __builtin_ctzll(left), at++);
+      }
     }
   }
 };
@@ -254,7 +304,7 @@ struct Sequence {
 template <class A>
 Result layers(const Layers& a) {
   using T = typename A::T;
-  if (a.head_dim > kMaxHead || a.rotated > a.head_dim || a.rotated % 2 != 0) return kUnsupported;
+  if (a.head_dim > kMaxHead || a.nodes > kMostNodes || a.rotated > a.head_dim || a.rotated % 2 != 0) return kUnsupported;
   for (int64_t i = 0; i < a.batch * a.nodes; ++i) {
     const int64_t b = i / a.nodes, length = a.cache_lens[b], position = length + a.depths[b * a.depths_stride + i % a.nodes];
     if (length < 0 || length + a.nodes > a.rows || position < 0 || position >= a.table_rows) return kOutside;

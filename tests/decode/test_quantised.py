@@ -610,6 +610,22 @@ def test_inputs_of_quantised_layers_are_rounded_if_asked(name, config, folder):
     assert not torch.equal(model.model.layers[1].mlp.down_proj(x), layers[0](x))
 
 
+def test_with_rounded_inputs_every_tree_writes_plain_decodings_text():
+    """Over 8 layers a difference in a last bit becomes another rounding step, and that another text."""
+    quantization = pytest.importorskip("torchao.quantization")
+    model = small(num_hidden_layers=8)
+    heads = heads_for(model, shared=True)
+    quantization.quantize_(model.model, quantization.Int8WeightOnlyConfig())
+    rows = prompts(6, range(40, 46), vocab=32)
+    with MedusaModel(model, heads, TREE, activation_dtype="int8") as medusa:
+        found = texts(medusa, rows)
+        assert medusa.backbone.native is not None
+        medusa.tree = Tree([])
+        assert found == [
+            medusa.generate(row[None], max_new_tokens=NEW).sequences[0, len(row) :].tolist() for row in rows
+        ]
+
+
 @pytest.mark.parametrize("ordered", [False, True])
 def test_inputs_of_symmetric_gptq_are_rounded(ordered, tmp_path):
     plain = write_quantised(FILES["gptq"] | {"sym": True, "desc_act": ordered}, tmp_path)

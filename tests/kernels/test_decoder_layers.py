@@ -439,6 +439,30 @@ def test_passes_opcheck(device: str) -> None:
     torch.library.opcheck(torch.ops.medusa_kernels.decoder_layers.default, tuple(case.values()), options)
 
 
+@of_the_cpu
+@pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_node_has_the_bits_of_its_path_decoded_token_by_token(dtype: torch.dtype, int8: bool) -> None:
+    """Past blocks of 64 positions, beyond a window, and with ancestors anywhere among 70 nodes."""
+    case = make(70, [60, 129], heads=6, dim=32, windows=(0, 66), own_trees=True, spare=70, dtype=dtype)
+    if int8:
+        case["kv"] = torch.zeros(*case["kv"].shape[:-1], 32 + 4, dtype=torch.int8)
+    got, kv = run(case)
+    for b, length in enumerate(case["cache_lens"].tolist()):
+        words, depths = case["ancestors"][b], case["depths"][b].tolist()
+        [leaf] = [n for n in range(70) if depths[n] == max(depths)][:1]
+        path = [n for n in range(70) if int(words[leaf, n // 64]) >> n % 64 & 1]
+        assert len(path) > 4
+        one = case | {"kv": case["kv"][:, :, b : b + 1].clone(), "depths": torch.zeros(1, dtype=torch.int32)}
+        one |= {"ancestors": torch.ones(1, 1, dtype=torch.int64)}
+        for depth, node in enumerate(path):
+            one |= {"hidden": case["hidden"][b : b + 1, node : node + 1]}
+            one |= {"cache_lens": torch.tensor([length + depth], dtype=torch.int32)}
+            assert torch.equal(decoder_layers(**one)[0, 0], got[b, node])
+        rows = one["kv"][:, :, 0, :, length : length + len(path)]
+        assert torch.equal(rows, kv[:, :, b][..., [length + node for node in path], :])
+
+
 def test_weights_that_are_replaced_between_calls_are_seen() -> None:
     """A tensor that holds other memory, and weights of another form beside the same first one."""
     case = make(3, [9], width=48, inner=48, kinds={"down": "int4"}, group=16)
