@@ -82,8 +82,7 @@ class MedusaModel:
             dtype. It may be set between generations.
         activation_dtype: "int8" rounds the inputs of layers with weights in int8 or int4 to 8 bits with a scale per
             token, which is faster on a CPU (see docs/quantisation.md). LOSSY: until `undo` the base model's own forward
-            rounds too, and the text also depends on the tree, as it does for layers that a library made so. None: as
-            the layers are.
+            rounds too. None: as the layers are.
 
     Raises:
         ValueError: an unsupported model, heads of another size, or a tree the heads cannot fill. The base model is

@@ -9,6 +9,7 @@ from models import heads_for, prompts, tiny, transformers_greedy
 from torch import nn
 
 from medusa_decoding import MedusaModel, Tree
+from medusa_decoding.linears.logits import ScaledLogits, logits_of
 from medusa_kernels import _native, _registry
 from medusa_kernels._registry import interpreted
 
@@ -58,6 +59,14 @@ def test_other_models_run_module_by_module_and_the_log_says_why(change, why, cap
         assert medusa.backbone.native is None
     [message] = [message for message in caplog.messages if message.startswith("layers: ")]
     assert message.startswith(f"layers: module by module ({why}")
+
+
+def test_the_logits_of_a_node_do_not_depend_on_the_nodes_beside_it():
+    lm_head, hidden = nn.Linear(300, 70, bias=False), torch.randn(1, 9, 300)
+    capped = ScaledLogits(lm_head, 3.0, 2.0)
+    together = logits_of(capped, hidden)
+    assert torch.equal(together, torch.cat([logits_of(capped, one) for one in hidden.split(1, 1)], 1))
+    torch.testing.assert_close(together, 2 * torch.tanh(lm_head(hidden) / 3 / 2))
 
 
 @pytest.mark.usefixtures("chosen_anew")

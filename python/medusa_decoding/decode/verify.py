@@ -15,7 +15,7 @@ from torch import nn
 from medusa_decoding.decode.limits import Limits
 from medusa_decoding.decode.state import DecodeState
 from medusa_decoding.decode.tree_tensors import TreeShape
-from medusa_decoding.linears.logits import logits_projection
+from medusa_decoding.linears.logits import logits_of, logits_projection
 from medusa_kernels import gumbel_noise, tree_verify
 
 
@@ -120,7 +120,7 @@ def fused_tokens(
 
 def allowed_logits(nodes: Nodes, lm_head: nn.Module, state: DecodeState, limits: Limits) -> torch.Tensor:
     """Return all logits [B, N, V], with EOS tokens that are still suppressed at -inf; sets `state.check`."""
-    logits = lm_head(nodes.hidden)
+    logits = logits_of(lm_head, nodes.hidden)
     state.check.copy_(logits.amax((1, 2)))
     if limits.min_new_tensor is None:
         return logits

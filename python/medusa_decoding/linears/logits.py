@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from medusa_decoding.linears.reading import is_hooked, projection
-from medusa_kernels import Projection
+from medusa_kernels import Projection, decode_linear
 from medusa_kernels.reference import scaled_logits
 
 
@@ -30,6 +30,20 @@ class ScaledLogits(nn.Module):
         logits = self.lm_head(hidden)
         # `scaled_logits` may write to them, and a hook may have kept them.
         return scaled_logits(logits.clone() if is_hooked(self.lm_head) else logits, self.divisor, self.softcap)
+
+
+def logits_of(lm_head: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """Project hidden states [B, N, H] of nodes to logits [B, N, V].
+
+    On a CPU by an op in which a row's sums do not depend on the rows beside it, if it can read the weights: then a node
+    of a tree has the logits, to the last bit, of the same text in plain decoding.
+    """
+    projected, divisor, softcap = logits_projection(lm_head)
+    if projected is None or hidden.device.type != "cpu":
+        return lm_head(hidden)
+    scales, zeros = (None if held is None else [held] for held in (projected.scale, projected.zero))
+    logits = decode_linear(hidden, [projected.weight], scales=scales, zeros=zeros, codes=projected.codes)
+    return scaled_logits(logits, divisor, softcap)
 
 
 def logits_projection(lm_head: nn.Module | None) -> tuple[Projection | None, float, float | None]:

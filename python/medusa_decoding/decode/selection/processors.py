@@ -21,6 +21,7 @@ from medusa_decoding.decode.selection import sampling
 from medusa_decoding.decode.selection.sampling import draw_temperature, temperature_of, without_sorting
 from medusa_decoding.decode.state import DecodeState, append_tokens
 from medusa_decoding.decode.verify import HostTokenSelector, Nodes, refuse_broken
+from medusa_decoding.linears.logits import logits_of
 from medusa_kernels import draw_tokens, served_by
 
 Processor = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -121,7 +122,7 @@ class LogitsProcessors(HostTokenSelector):
 
     def __call__(self, nodes: Nodes, lm_head: nn.Module, state: DecodeState, limits: Limits) -> torch.Tensor:
         """Return the token after every visited node, [B, N]; 0 after the others, which no path reaches."""
-        return self.walk(lm_head(nodes.hidden), nodes, state)
+        return self.walk(logits_of(lm_head, nodes.hidden), nodes, state)
 
     def walk(self, logits: torch.Tensor, nodes: Nodes, state: DecodeState) -> torch.Tensor:
         """Follow every row that has not ended: logits [B, N, V] -> next tokens int64 [B, N]."""
