@@ -10,8 +10,8 @@ depend on the token before them, their parent in the tree, by a low-rank score t
 A[parent] M_k C[candidate]. Different parents then have different children.
 
 Heads may also read states of earlier layers, as EAGLE-3's draft model does (arXiv 2503.01840, section 3.1): a linear
-map of these and of the last state, each scaled to a root mean square of 1, is added to the last state, in front of all
-heads. Their input is then the last state followed by the others, [B, (1 + F) H].
+map of these and of the last state, each scaled to a root mean square of 1/8, is added to the last state, in front of
+all heads. Their input is then the last state followed by the others, [B, (1 + F) H].
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from medusa_kernels import Projection, decode_linear, heads_topk
 MAX_TOP_K = 32
 RMS_EPSILON = 1e-6
 """Added to the mean square of an embedding or a state before its root is taken."""
+FEATURE_SIZE = 1 / 8
+"""The root mean square of a state in front of the feature map: with 1, steps of AdamW would change heads too much."""
 Storage = Literal["float", "int8", "fp8"]
 STORED: dict[Storage, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 """The dtypes of own projections that are stored in 8 bits."""
@@ -251,7 +253,8 @@ class MedusaHeads(nn.Module):
         if self.feature_map is None:
             return hidden
         states = hidden.unflatten(-1, (-1, self.hidden_size))
-        return states[..., 0, :] + linear(_scaled(states, hidden.dtype).flatten(-2), self.feature_map)
+        scaled = _scaled(states, hidden.dtype).flatten(-2) * FEATURE_SIZE
+        return states[..., 0, :] + linear(scaled, self.feature_map)
 
     def _root(
         self, hidden: torch.Tensor, embedding: torch.Tensor | None, linear: Callable[..., torch.Tensor] = F.linear

@@ -59,7 +59,7 @@ def variant(
             heads.root_down.copy_(torch.randn(heads.root_down.shape, generator=generator) * heads.hidden_size**-0.5)
             heads.root_up.copy_(torch.randn(heads.root_up.shape, generator=generator) * strength * root_rank**-0.5)
         if feature_layers:
-            heads.feature_map.copy_(torch.randn(heads.feature_map.shape, generator=generator) * strength * 0.05)
+            heads.feature_map.copy_(torch.randn(heads.feature_map.shape, generator=generator) * strength * 0.4)
     heads = heads.to(next(model.parameters()).dtype)
     return heads.eval() if storage == "float" else heads.quantized(storage)
 

@@ -47,7 +47,7 @@ def featured(base):
     heads = MedusaHeads(base.config.hidden_size, VOCAB, HEADS, feature_layers=[1])
     with torch.no_grad():
         heads.w2.copy_(base.lm_head.weight.expand_as(heads.w2))
-        heads.feature_map.copy_(torch.randn(heads.feature_map.shape, generator=torch.Generator().manual_seed(8)) * 0.1)
+        heads.feature_map.copy_(torch.randn(heads.feature_map.shape, generator=torch.Generator().manual_seed(8)))
     return heads
 
 
@@ -67,7 +67,7 @@ def ranked(heads, lm_head, state, k, parent, named, root):
     hidden = state[-1]
     if heads.feature_layers:
         read = torch.stack([state[-1], *(state[layer] for layer in heads.feature_layers)])
-        hidden = hidden + heads.feature_map @ F.rms_norm(read, read.shape[-1:], eps=1e-6).flatten()
+        hidden = hidden + heads.feature_map @ F.rms_norm(read, read.shape[-1:], eps=1e-6).flatten() / 8
     if heads.root_rank:
         hidden = hidden + heads.root_up[k] @ (heads.root_down @ (root / (root.pow(2).mean() + 1e-6).sqrt()))
     for layer in range(heads.num_layers):

@@ -96,7 +96,7 @@ def plain_logits(hidden, heads, *, tokens=None, embed_tokens=None, lm_head=None,
     found = []
     read, hidden = hidden.split(heads.hidden_size, 1), hidden[:, : heads.hidden_size]
     if heads.feature_layers:
-        scaled = [states / (states.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() for states in read]
+        scaled = [states / (states.pow(2).mean(-1, keepdim=True) + 1e-6).sqrt() / 8 for states in read]
         hidden = hidden + torch.cat(scaled, 1) @ value["feature_map"].T
     for head in range(heads.num_heads):
         state = hidden
