@@ -128,11 +128,6 @@ class TrainingBackbone:
         """Return what heads read of a batch from `packing.collate`, [B, T, (1 + F) H], see `layer_states`."""
         return layer_states(self.decoder, self.feature_layers, **model_inputs(batch))
 
-    @property
-    def states_size(self) -> int:
-        """(1 + F) H, the numbers of a position's states."""
-        return (1 + len(self.feature_layers)) * int(self.causal.config.hidden_size)
-
     @contextlib.contextmanager
     def original(self) -> Iterator[None]:
         """Be the original model inside the block: without the adapter, without dropout.

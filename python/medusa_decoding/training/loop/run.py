@@ -123,7 +123,7 @@ def _train(
     heads = processes.each(lambda: make_heads(config, backbone, tokenizer, rows.frequencies))
     if processes.main and heads.token_map is not None:
         announce(describe_map(heads.token_map, heads.vocab_size, rows))
-    states = _states(config, backbone, rows, processes)
+    states = _states(config, backbone, heads.input_size, rows, processes)
     trainer = Trainer(config, backbone, heads, rows.train, rows.held_out, processes, states, list(watchers))
 
     def begin() -> None:
@@ -181,7 +181,9 @@ def _push(config: Config, announce: Announce) -> None:
         announce(note)
 
 
-def _states(config: Config, backbone: TrainingBackbone, rows: Rows, processes: Processes) -> StateCache | None:
+def _states(
+    config: Config, backbone: TrainingBackbone, size: int, rows: Rows, processes: Processes
+) -> StateCache | None:
     if config.data.cache_hidden is None:
         return None
     model = config.model
@@ -189,7 +191,7 @@ def _states(config: Config, backbone: TrainingBackbone, rows: Rows, processes: P
     if backbone.feature_layers:
         facts["feature_layers"] = backbone.feature_layers
     facts["weights"] = weights_fingerprint(backbone.causal)
-    shape = len(rows.train), config.data.length, backbone.states_size
+    shape = len(rows.train), config.data.length, size
     key = fingerprint(rows.train, facts)
     folder = Path(config.data.cache_hidden)
     if int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1:
