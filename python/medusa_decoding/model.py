@@ -6,6 +6,7 @@ Checkpoint formats are in `checkpoints`, checking and running a call in `generat
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import weakref
@@ -31,9 +32,11 @@ from medusa_decoding.checkpoints.pretrained import stated_sizes
 from medusa_decoding.checkpoints.reading import HUB_FILES, fetch_folder, is_plain, stated_base_model, without_heads
 from medusa_decoding.checks import shown
 from medusa_decoding.decode.adaptive.acceptance import TreeSet, sizes_for
+from medusa_decoding.decode.adaptive.copying import Copying
 from medusa_decoding.decode.adaptive.policy import Adaptive
 from medusa_decoding.decode.adaptive.step_times import StepTimes
 from medusa_decoding.decode.policy import FixedTree, Policy
+from medusa_decoding.decode.runtime.progress import STEPS_LATE
 from medusa_decoding.decode.runtime.steps import Backend, Steps, resolve_backend
 from medusa_decoding.generation.inputs import ended_on_error
 from medusa_decoding.generation.output import MedusaOutput
@@ -69,10 +72,11 @@ class MedusaModel:
         base: a causal language model as loaded by transformers (quantised or LoRA-wrapped is fine). Its attention
             modules are swapped until `undo` (or the end of a `with` block), and some quantised linear ones replaced
             (see `LinearHold`); meanwhile its own forward and `generate` keep working.
-        heads: its heads; None for plain decoding only.
+        heads: its heads; None for plain decoding and copies from the text only.
         tree: what `generate` verifies by default, a Tree or "auto", which picks one for each step. None for the tree
             that was tuned for this device if there is one (see `from_pretrained`), else "auto", or plain decoding
-            without heads; `tree_choice` says which, and why.
+            without heads; `tree_choice` says which, and why. On a CPU with eager steps, "auto" and None also verify
+            tokens copied from the text, where that promises more (see `Copying`).
         backend: how steps run. "eager"; "compiled": through torch.compile, at the first use of each tree; "graph":
             captured as a CUDA graph at the first use of each tree and cache size; "auto": "graph" on CUDA if the steps
             can be captured (see `Backbone.capturable`), else "eager". Captured steps keep their caches between
@@ -112,7 +116,7 @@ class MedusaModel:
             self.backend = backend
             self.cache_dtype = cache_dtype
             self._steps = Steps(self.backbone, heads)
-            self._adaptive: dict[bool, Adaptive] = {}  # by whether tokens are sampled
+            self._policies: dict[tuple[Tree | str, bool, bool], Policy] = {}  # of choices, and whether tokens are drawn
             self._under_way = 0
             self._accuracies: Accuracies | None = None
             self._stored_trees: dict[str, Tree] = {}
@@ -140,7 +144,7 @@ class MedusaModel:
 
         Args:
             heads: folder or hub id in any supported format (see `checkpoints`); a model without heads is loaded for
-                plain decoding, with a warning.
+                plain decoding and copies from the text, with a warning.
             base_model: folder or hub id; overrides the checkpoint's `base_model_name_or_path`. Or the loaded model,
                 which stays in its dtype and on its device.
             dtype: of the base model; "auto" keeps the checkpoint's. The heads follow the base model. `torch_dtype`, its
@@ -174,8 +178,9 @@ class MedusaModel:
             if isinstance(tree, Tree):
                 tree.check_fits(0, 0)
             base = load_base_model(None, heads, **placed)
-            logger.warning("no heads: decoding plainly, one token per step; %s", without_heads(folder))
-            return cls(base.eval(), None, tree, backend, cache_dtype, activation_dtype)
+            model = cls(base.eval(), None, tree, backend, cache_dtype, activation_dtype)
+            logger.warning("no heads: %s; %s", model.tree_choice().name, without_heads(folder))
+            return model
         # The base model's sizes are checked before the heads take memory; heads that share lm_head do not state V.
         # A hub is not asked for the base model's config first, unless that model is given.
         found, recorded = stated_base_model(folder)
@@ -234,7 +239,7 @@ class MedusaModel:
     @property
     def tree(self) -> Tree | Literal["auto"]:
         """What `generate` verifies by default; as `tree_choice` says for one prompt of 128 tokens."""
-        return self.tree_choice().tree
+        return self._default_choice().tree if self._tree is None else self._tree
 
     @tree.setter
     def tree(self, tree: Tree | Literal["auto"] | None) -> None:
@@ -290,7 +295,10 @@ class MedusaModel:
         given = self._tree if tree is None else tree
         if given is not None:
             self.check_tree(given)
-            return TreeChoice(given, GIVEN)
+            return TreeChoice(given, GIVEN, copies=given == "auto" and self._copies)
+        return dataclasses.replace(self._default_choice(batch, prefix, sample), copies=self._copies)
+
+    def _default_choice(self, batch: int = 1, prefix: int = 128, sample: bool = False) -> TreeChoice:
         if self.heads is None:
             return TreeChoice(Tree([]), NO_HEADS)
         tuning = self._tuning_here()
@@ -298,8 +306,10 @@ class MedusaModel:
             return TreeChoice("auto", self._untuned if self._tuning is None else CHANGED)
         case = tuning.nearest(batch, prefix)
         own = self._stored_trees.get(tuning_file.SAMPLING_TREE_FILE) if sample else None
-        gains = any(size.tree == own and size.rate > case.sizes[0].rate for size in case.sizes)
-        return TreeChoice(own, FOR_SAMPLING) if own is not None and gains else tuned_choice(case)
+        timed = next((size for size in case.sizes if size.tree == own and size.rate > case.sizes[0].rate), None)
+        return (
+            tuned_choice(case) if timed is None else TreeChoice(timed.tree, FOR_SAMPLING, False, *case.compared(timed))
+        )
 
     def generate(
         self,
@@ -343,7 +353,8 @@ class MedusaModel:
                 If neither given nor in a config: 256, or what the context leaves.
             tree: verified in each step; `Tree([])` decodes plainly; "auto" picks a tree for each step, among plain
                 decoding and trees of several sizes, from measured step times and the acceptance seen so far. None for
-                the model's default, see `tree_choice`.
+                the model's default, see `tree_choice`. Where both copy from the text (see the constructor), they do
+                not with typical acceptance.
             acceptance: "lossless": the model's own next token is computed at every node, and the child that has it is
                 followed. "typical": the paper's typical acceptance (section 2.3.1), which accepts draft tokens that
                 are likely enough; LOSSY, the text is not the model's own.
@@ -410,8 +421,11 @@ class MedusaModel:
                 raise ValueError(f"session: expected a model in one process, got one over {self.backbone.peers.size}")
             sample = bool(request.config.do_sample)
             choice = self.tree_choice(len(request.prompts), max(map(len, request.prompts)), tree, sample)
+            if request.acceptance == "typical":  # it would accept copies that the model finds likely: more repetition
+                choice = dataclasses.replace(choice, copies=False)
             self._tell(choice)
-            policy = self._policy(choice.tree, sample)
+            kept = choice.tree, choice.copies, sample
+            policy = self._policies.pop(kept, None) or self.policy(choice, sample)
             # A generation within another's callback needs separate steps: graphs of one step share memory.
             steps = Steps(self.backbone, self.heads) if self._under_way else self._steps
             self._under_way += 1
@@ -423,8 +437,10 @@ class MedusaModel:
                 return output
             finally:
                 self._under_way -= 1
-                if isinstance(policy, Adaptive):
-                    self._adaptive[sample] = policy
+                if policy.timed:
+                    # What it learns about steps and texts is used by later generations; meanwhile it belonged to this
+                    # one. Heads are right about sampled tokens at another rate, so that is learned apart.
+                    self._policies[kept] = policy
 
     def _tell(self, choice: TreeChoice) -> None:
         """Log which tree is used and why, once per model."""
@@ -433,20 +449,23 @@ class MedusaModel:
             self._told.add(line)
             logger.info("%s", line)
 
-    def _policy(self, tree: Tree | Literal["auto"], sample: bool = False) -> Policy:
-        if isinstance(tree, Tree):
-            return FixedTree(tree)
-        # What it learns about step times and heads is used by later generations; meanwhile it belongs to this one.
-        # Heads are right about sampled tokens at another rate, so that is learned apart.
-        return self._adaptive.pop(sample, None) or self.adaptive_policy(sample)
-
-    def adaptive_policy(self, sample: bool = False, independent: bool = False) -> Adaptive:
-        """Return a new policy that chooses the tree of each step, from what is known of this model so far.
+    def policy(self, choice: TreeChoice, sample: bool = False, independent: bool = False) -> Policy:
+        """Return a new policy for a choice.
 
         Args:
+            choice: what `tree_choice` returned.
             sample: whether tokens are sampled.
             independent: see `Adaptive`.
         """
+        own: FixedTree | Adaptive
+        if isinstance(choice.tree, Tree):
+            own = FixedTree(choice.tree, choice.cost, choice.rate)
+        else:
+            own = self._adaptive(sample, independent)
+        return Copying(own) if choice.copies else own
+
+    def _adaptive(self, sample: bool = False, independent: bool = False) -> Adaptive:
+        """Return a policy that chooses among trees, from what is known of this model so far."""
         accuracies = [] if self.heads is None else (self._accuracies or default_accuracies(self.heads)).by_rank
         backend = resolve_backend(self.backend, self.backbone.device, self.backbone.peers.size)
         names = (tuning_file.SAMPLING_TREE_FILE,) * sample + (tuning_file.TREE_FILE,)
@@ -455,6 +474,13 @@ class MedusaModel:
         tuning = self._tuning_here()
         times = StepTimes() if tuning is None else tuning.times()
         return Adaptive(tree_set, times, independent)
+
+    @property
+    def _copies(self) -> bool:
+        """Whether steps copy from the text by default: on a CPU, where the host has each token before the next one."""
+        device = self.backbone.device
+        eager = resolve_backend(self.backend, device, self.backbone.peers.size) == "eager"
+        return eager and device.type not in STEPS_LATE
 
     def _tuning_here(self) -> tuning_file.Tuning | None:
         """Return what `medusa tune` has found, as long as the model runs where that was."""
@@ -478,7 +504,7 @@ class MedusaModel:
         """
         with self.backbone.lock.held():
             self._steps.clear()
-            self._adaptive.clear()
+            self._policies.clear()
 
     def suspend(self) -> None:
         """Restore the base model's own modules until `resume`; caches and steps are kept.

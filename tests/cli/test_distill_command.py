@@ -88,8 +88,7 @@ def test_the_model_s_own_answers_are_written(capsys, place, heads):
     check_answers(place.chat, place.file)
     told = json.loads((place.file.parent / "records.jsonl.settings").read_text())
     assert (told["heads"] is None) == (not heads)
-    if not heads:  # with them, the measured tree is plain decoding where drafting is slower
-        assert out["generation"]["tokens_per_step"] == 1.0
+    assert out["generation"]["tokens_per_step"] >= 1.0
 
 
 @pytest.mark.parametrize("content", [b"", b'{"prompt": "how are you"}\n', None], ids=["empty", "no answer", "no file"])

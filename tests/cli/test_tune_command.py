@@ -126,7 +126,7 @@ def test_the_chosen_tree_is_used_and_the_reason_said(tune, folder, monkeypatch, 
     assert main(argv) == 0
     last = capsys.readouterr().err.splitlines()[-1]
     name = "plain decoding" if nodes == 1 else f"{nodes} nodes"
-    assert last.endswith(f" s with the prefill, tree: {name} ({reason})]")
+    assert last.endswith(f" s with the prefill, tree: {name}, or tokens copied from the text ({reason})]")
 
 
 def test_times_that_cannot_tell_are_refused_with_both_spreads(tune, folder, monkeypatch):
@@ -146,7 +146,7 @@ def test_times_that_cannot_tell_are_refused_with_both_spreads(tune, folder, monk
     assert [case["choices"] for case in json.loads((folder / "tuning.json").read_text())["cases"]] == ["auto"] * 2
     with MedusaModel.from_pretrained(folder, dtype="float32") as model:
         assert model.tree_choice().tree == "auto"
-        assert model._policy("auto").times.profile(1, 16 + 256).known()[2] == pytest.approx(0.012)
+        assert model._adaptive().times.profile(1, 16 + 256).known()[2] == pytest.approx(0.012)
 
 
 def test_a_tuning_that_is_refused_keeps_the_stored_one(tune, stored, choice, monkeypatch):

@@ -89,7 +89,7 @@ def test_heads_of_a_folder_are_read_once(model, folder, monkeypatch):
     assert len(read) == 1
     [medusa] = kept(model)
     assert medusa.tree == "auto"
-    assert medusa._adaptive[False].trees[1] == Tree.chain(2)
+    assert medusa._policies["auto", True, False].trees[1] == Tree.chain(2)
     monkeypatch.chdir(folder.parent)
     with_heads(model, "heads", row[None])
     assert len(read) == 1

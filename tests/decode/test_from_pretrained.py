@@ -50,8 +50,8 @@ def test_the_checkpoints_tree_is_a_candidate_and_may_be_overridden(folders):
     Tree.chain(2).save(folders / "heads" / "medusa_tree.json")
     with MedusaModel.from_pretrained(folders / "heads") as model:
         assert model.tree_choice() == TreeChoice("auto", UNTUNED)
-        assert [tree.num_nodes for tree in model._policy("auto").trees] == [1, 3, 4, 8, 16, 32, 64]
-        assert model._policy("auto").trees[1] == Tree.chain(2)
+        assert [tree.num_nodes for tree in model._adaptive().trees] == [1, 3, 4, 8, 16, 32, 64]
+        assert model._adaptive().trees[1] == Tree.chain(2)
     with MedusaModel.from_pretrained(folders / "heads", tree=Tree.chain(3)) as model:
         assert model.tree_choice(4, 1000) == TreeChoice(Tree.chain(3), GIVEN)
 
@@ -61,11 +61,11 @@ def test_generations_that_sample_have_a_candidate_of_their_own(folders):
     for name, tree in (("medusa_tree.json", Tree.chain(2)), ("medusa_tree_sampling.json", Tree([[0], [1]]))):
         tree.save(folders / "heads" / name)
         with MedusaModel.from_pretrained(folders / "heads") as model:
-            assert model._policy("auto").trees[1] == Tree.chain(2)
-            assert model._policy("auto", sample=True).trees[1] == tree
+            assert model._adaptive().trees[1] == Tree.chain(2)
+            assert model._adaptive(sample=True).trees[1] == tree
             for sample in (False, True):
                 model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=6, do_sample=sample)
-            assert [model._adaptive[sample].trees[1] for sample in (False, True)] == [Tree.chain(2), tree]
+            assert [model._policies["auto", True, sample].trees[1] for sample in (False, True)] == [Tree.chain(2), tree]
 
 
 def test_a_checkpoints_tree_that_does_not_fit_is_named(folders):

@@ -8,6 +8,7 @@ from models import FAMILIES, VOCAB, heads_for, padded, prompts, tiny, transforme
 
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.decode.lookup import LONGEST_MATCH, Text, look_up
+from medusa_decoding.decode.runtime import progress
 
 
 def searched(text, length):
@@ -59,11 +60,18 @@ def test_a_text_can_be_used_again():
     assert look_up(held, torch.tensor([[7, 1, 1, 1]]), torch.tensor([1]), 2).tolist() == [[8, 7]]
 
 
+@pytest.fixture(params=[0, 1], ids=["host", "device"])
+def late(request, monkeypatch):
+    """The host copies, or as on a GPU the step does, because results are read one step late."""
+    monkeypatch.setattr(progress, "STEPS_LATE", {"cpu": request.param})
+
+
 TREES = [Tree.chain(2).with_lookup(6), Tree.cartesian([3, 2]).with_lookup(3)]
 
 
 @pytest.mark.parametrize("tree", TREES, ids=repr)
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.usefixtures("late")
 def test_equals_transformers(family, tree):
     model = tiny(family, max_position_embeddings=256)
     rows = prompts(3, [7, 1, 30])
@@ -75,6 +83,7 @@ def test_equals_transformers(family, tree):
     assert output.steps < plain.steps, "nothing was copied"
 
 
+@pytest.mark.usefixtures("late")
 def test_text_that_certainly_repeats_is_copied_entirely():
     """A model whose next token depends on the last one alone runs in a circle."""
     model = tiny(num_hidden_layers=1, max_position_embeddings=512)

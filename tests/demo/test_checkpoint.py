@@ -51,7 +51,7 @@ def test_weights_are_bfloat16_and_heads_are_of_the_best_kind():
 
 def test_trees_are_chosen_by_the_heads_own_accuracies(measured):
     with MedusaModel.from_pretrained(CHECKPOINT / "heads", dtype=torch.float32) as model:
-        trees = {tree.num_nodes: tree for tree in model._policy("auto").trees}
+        trees = {tree.num_nodes: tree for tree in model._adaptive().trees}
     assert trees[4] == Tree.optimal(measured["calibration"], 4) == Tree.chain(3)
     assert trees[16] == Tree.optimal(measured["calibration"], 16)
     assert trees[8] == Tree.load(CHECKPOINT / "heads" / "medusa_tree.json")
@@ -127,7 +127,7 @@ def test_text_is_the_base_models_own(measured, prompts):
 def test_the_shipped_tree_is_a_candidate_by_default():
     with MedusaModel.from_pretrained(CHECKPOINT / "heads", dtype=torch.float32) as model:
         assert model.tree == "auto"
-        assert Tree.load(CHECKPOINT / "heads" / "medusa_tree.json") in model._policy("auto").trees
+        assert Tree.load(CHECKPOINT / "heads" / "medusa_tree.json") in model._adaptive().trees
     assert Tree.load(CHECKPOINT / "heads" / "medusa_tree_64.json").num_nodes == 64
 
 

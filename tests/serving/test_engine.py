@@ -16,6 +16,7 @@ from models import VOCAB, heads_for, prompts, tiny
 from torch.overrides import TorchFunctionMode
 
 from medusa_decoding import MedusaModel, Tree
+from medusa_decoding.decode.runtime import progress
 from medusa_decoding.decode.runtime.progress import STEPS_LATE
 from medusa_decoding.serving import prompt_scores, scheduler
 from medusa_decoding.serving.engine import Engine
@@ -71,7 +72,8 @@ def test_every_row_gets_what_it_gets_alone(model: MedusaModel, slots: int) -> No
     with Engine(model, slots=slots, stall_seconds=0.0) as engine:
         callers = []
         for prompt, settings in asked:
-            callers.append(Caller(engine, prompt, tree=drawn.choice(TREES), **settings))
+            tree = drawn.choice(TREES if "cpu" in STEPS_LATE else [*TREES, Tree.chain(2).with_lookup(3)])
+            callers.append(Caller(engine, prompt, tree=tree, **settings))
             time.sleep(drawn.choice([0.0, 0.0, 0.01]))  # so that rows join while others run
         assert [caller.tokens() for caller in callers] == expected
         for caller, (_, settings) in zip(callers, asked, strict=True):
@@ -441,7 +443,8 @@ def _paused(event: threading.Event) -> Any:
 
 def test_a_full_queue_refuses_and_queues_nothing(llama: MedusaModel) -> None:
     with Engine(llama, slots=1, queue=2) as engine:
-        first = Caller(engine, [1, 2], max_new_tokens=150, tree=Tree([]))
+        went_on = threading.Event()
+        first = Caller(engine, [1, 2], max_new_tokens=150, make_processors=lambda: [_paused(went_on)])
         first.wait_for(1)
         waiting = Caller(engine, [3], max_new_tokens=2)
         with pytest.raises(QueueFullError, match="at most 2 waiting"):
@@ -451,6 +454,7 @@ def test_a_full_queue_refuses_and_queues_nothing(llama: MedusaModel) -> None:
         with pytest.raises(QueueFullError):
             engine.submit([6], lambda choice, delta: None)
         first.tickets[0].cancel()
+        went_on.set()
         assert (len(waiting.tokens()), len(last.tokens())) == (2, 2)
 
 
@@ -578,7 +582,7 @@ BAD: dict[str, tuple[list[int], dict[str, Any], str]] = {
     "n": ([1], {"n": 0}, "n: expected a whole number of at least 1"),
     "logprobs": ([1], {"logprobs": 21}, "logprobs: expected 0 to 20, got 21"),
     "tree": ([1], {"tree": Tree.chain(5)}, "tree: "),
-    "lookup": ([1], {"tree": Tree.chain(2).with_lookup(4)}, "tree: expected one without a branch copied"),
+    "lookup": ([1], {"tree": Tree([]).with_lookup(17)}, "tree: expected at most 16 tokens copied from the text in an"),
     "minimum": (
         [1],
         {"min_new_tokens": 3, "eos_token_id": 2, "acceptance": "typical"},
@@ -671,11 +675,22 @@ def test_models_whose_tables_depend_on_the_text_are_refused() -> None:
         Engine(MedusaModel(tiny(rope_parameters=rope)))
 
 
-def test_without_heads_it_decodes_plainly() -> None:
-    model = MedusaModel(tiny())
-    expected = alone(model, [1, 2, 3], max_new_tokens=20)
+def test_without_heads_rows_copy_from_their_own_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_between", lambda before, after: (0.001, 0.001))  # accepted copies pay
+    model = MedusaModel(tiny(max_position_embeddings=512))
+    asked = [prompt.tolist() for prompt in prompts(3, [40, 20, 2])]
+    expected = [alone(model, prompt, max_new_tokens=200, tree=Tree([])) for prompt in asked]
     with Engine(model, slots=2) as engine:
-        assert Caller(engine, [1, 2, 3], max_new_tokens=20).tokens() == expected
+        callers = [Caller(engine, prompt, max_new_tokens=200) for prompt in asked]
+        assert [caller.tokens() for caller in callers] == expected
+        assert max(engine.stats().accepted_histogram) > 3
+        assert set(engine.stats().tree_nodes) > {1, 3}
+
+
+def test_states_come_with_single_tokens() -> None:
+    with Engine(MedusaModel(tiny()), slots=1, states=True) as engine:
+        caller = Caller(engine, [1, 2, 1, 2, 1, 2], max_new_tokens=20)
+        assert len(caller.tokens()) == 20
         assert engine.stats().tree_nodes == {1: 19}
 
 

@@ -17,6 +17,7 @@ from medusa_decoding import MedusaModel, Tree, medusa_generate
 from medusa_decoding.checkpoints import read_heads, tuning_file, tuning_paths, write_heads
 from medusa_decoding.checkpoints.accuracies import Accuracies, CalibrationSource
 from medusa_decoding.checkpoints.tuning_file import INDEPENDENT, Conditions, Tuning, load_for
+from medusa_decoding.decode.adaptive.copying import LENGTHS
 from medusa_decoding.decode.adaptive.policy import Adaptive
 from medusa_decoding.generation import tree_choice
 from medusa_decoding.generation.tree_choice import TreeChoice
@@ -74,6 +75,10 @@ def folders(tuned):
     return tuned
 
 
+COPIES = {1 + length for length in LENGTHS}
+"""Nodes of the trees that copy from the text."""
+
+
 def used(model, rows, **settings):
     ids = torch.stack(rows)
     output = model.generate(ids, max_new_tokens=12, metrics=True, **settings)
@@ -90,7 +95,7 @@ def test_the_tuned_tree_is_the_default(tuned):
         for length, batch, nodes in ((7, 1, 4), (20, 1, 4), (60, 1, 1), (200, 1, 1), (7, 4, 2), (7, 3, 2), (60, 4, 2)):
             rows = prompts(batch, [length])
             found, output = used(model, rows)
-            assert found == {nodes}
+            assert found - COPIES == {nodes}
             for row, ids in zip(rows, output.sequences, strict=True):
                 assert ids[length:].tolist() == transformers_greedy(model.base, row, 12)
 
@@ -103,7 +108,7 @@ def test_the_tree_for_sampling_is_the_default_where_a_tree_was_chosen(tuned, cap
         assert model.tree_choice(1, 8, sample=True) == TreeChoice(stored, tree_choice.FOR_SAMPLING)
         assert model.tree_choice(1, 8).tree.num_nodes == 4
         for length, nodes in ((7, 2), (60, 1)):
-            assert used(model, prompts(1, [length]), do_sample=True, seed=1)[0] == {nodes}
+            assert used(model, prompts(1, [length]), do_sample=True, seed=1)[0] - COPIES == {nodes}
             assert used(model, prompts(1, [length]), do_sample=True, seed=1, tree=Tree.chain(2))[0] == {3}
     assert caplog.records == []
     Tree.chain(3).save(tuned / "heads" / "medusa_tree_sampling.json")
@@ -123,7 +128,7 @@ def test_a_tree_saved_after_a_tuning_is_not_ignored_silently(tuned, caplog):
     caplog.clear()
     for tree in ("auto", Tree.chain(2)):
         with MedusaModel.from_pretrained(tuned / "heads", tree=tree) as model:
-            assert tree != "auto" or Tree.chain(2) in model._policy("auto").trees
+            assert tree != "auto" or Tree.chain(2) in model._adaptive().trees
     assert caplog.records == []
 
 
@@ -164,7 +169,8 @@ def test_plain_and_undecided_cases_say_so(tuned):
     with MedusaModel.from_pretrained(tuned / "heads") as model:
         plain = model.tree_choice(1, 64)
         # 1.6 tokens in twice the time of a plain step, in every round.
-        assert str(plain) == "plain decoding (`medusa tune` found no tree faster here: 0.80 of plain)"
+        copied = "plain decoding, or tokens copied from the text"
+        assert str(plain) == f"{copied} (`medusa tune` found no tree faster here: 0.80 of plain)"
         tuning = model._tuning
         case = replace(tuning.cases[0], tree="auto", gain=(1.04, 0.9, 1.2))
         assert Tuning.from_json(json.loads(json.dumps(replace(tuning, cases=(case,)).to_json()))).cases == (case,)
@@ -181,17 +187,17 @@ def test_auto_starts_from_the_stored_times(tuned):
     with MedusaModel.from_pretrained(tuned / "heads", tree="auto") as model:
         assert model.tree == "auto"
         for row, pays in ((short, True), (long, False)):
-            policy = model._policy("auto")
+            policy = model._adaptive()
             assert isinstance(policy, Adaptive)
             policy.begin(0.0, batch=1, rows=len(row) + 300)
             # Without observations, the first step uses a tree if trees pay off.
             assert (policy.choose().num_nodes > 1) == pays
         model.free()
-        assert model._policy("auto").times.profile(1, 308).known() == SHORT
-        assert model._policy("auto").times.device.endswith(", eager")
+        assert model._adaptive().times.profile(1, 308).known() == SHORT
+        assert model._adaptive().times.device.endswith(", eager")
     (tuned / "heads" / tuning_paths.FILE).unlink()
     with MedusaModel.from_pretrained(tuned / "heads", tree="auto") as model:
-        policy = model._policy("auto")
+        policy = model._adaptive()
         policy.begin(0.0, batch=1, rows=307)
         assert policy.choose().num_nodes == 1
 
@@ -199,7 +205,7 @@ def test_auto_starts_from_the_stored_times(tuned):
 def test_the_tree_set_of_auto_uses_the_counts_next_to_the_heads(folders, caplog):
     def shares():
         with MedusaModel.from_pretrained(folders / "heads") as model:
-            tree_set = model._policy("auto").acceptance.tree_set
+            tree_set = model._adaptive().acceptance.tree_set
         # Odds against both children of the root in the smallest tree that has both.
         place = next(index for index, tree in enumerate(tree_set.trees) if tree.num_nodes == 4)
         return 1 / (1 + tree_set.odds_against[place][0])
@@ -225,7 +231,7 @@ def refused(folders, caplog, **settings):
     caplog.clear()
     with MedusaModel.from_pretrained(folders / "heads", **settings) as model:
         assert model.tree_choice() == TreeChoice("auto", tree_choice.CHANGED)
-        assert Tree.chain(1) in model._policy("auto").trees
+        assert Tree.chain(1) in model._adaptive().trees
         [row] = prompts(1, [9])
         _, output = used(model, [row])
         assert output.tree_choice == model.tree_choice()
@@ -264,7 +270,7 @@ def test_a_model_converted_after_loading_does_not_use_the_tuning(tuned):
         model.heads.to(torch.bfloat16)
         _, output = used(model, prompts(1, [60]))
         assert output.tree_choice == TreeChoice("auto", tree_choice.CHANGED)
-        assert model._policy("auto").times.device == ""
+        assert model._adaptive().times.device == ""
 
 
 @pytest.mark.parametrize(

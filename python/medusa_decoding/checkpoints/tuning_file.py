@@ -188,6 +188,11 @@ class Case:
         """Expected rate of the chosen tree over that of plain decoding; None for "auto"."""
         return None if self.chosen is None else self.chosen.rate / self.sizes[0].rate
 
+    def compared(self, timed: TimedTree) -> tuple[float, float]:
+        """Return the plain steps that a timed tree's step takes, and the tokens it makes in a plain step's time."""
+        plain = self.sizes[0]
+        return timed.seconds / plain.seconds, timed.rate / plain.rate
+
     def to_json(self) -> dict[str, Any]:
         """Return all fields and the speedup as JSON values."""
         counts = {name: getattr(self, name) for name in ("batch", "prefix", "rows")}

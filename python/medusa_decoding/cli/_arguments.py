@@ -181,7 +181,8 @@ def add_decoding(parser: argparse.ArgumentParser, new_tokens: int | str) -> None
         "a JSON file, chain:4, cartesian:7,6 or root (plain decoding); dynamic:16,4 verifies the 16 most likely nodes "
         "of each step, at most 4 deep (a third number: draft tokens per head); +lookup:8 after any of them adds a "
         "branch of 8 tokens copied from the text; auto picks a tree for each step from measured step times and "
-        "acceptance (default: the tree that medusa tune has stored for this device, else auto)",
+        "acceptance (default: the tree that medusa tune has stored for this device, else auto; on a CPU also tokens "
+        "copied from the text, where that promises more)",
     )
     add_backend(
         parser,

@@ -35,8 +35,10 @@ def arrange(
         tokens.append(drafts.tokens.flatten(1)[:, tree.slots])
         logprobs = [drafts.logprobs.flatten(1)[:, tree.slots]] if dynamic else []
     if tree.tree.lookup:
-        assert state.text is not None, "states get their text if a tree copies from it"
-        tokens.append(look_up(state.text, state.output, state.count, tree.tree.lookup))
+        text, length = state.text, tree.tree.lookup
+        copied = state.copies if text is None else look_up(text, state.output, state.count, length)
+        assert copied is not None, "states get their text, or each step's copies"
+        tokens.append(copied)
     candidates = torch.cat(tokens, dim=1)
     if not dynamic:
         return candidates, tree

@@ -1,14 +1,19 @@
 """Look up: draft tokens copied from the text itself, for spare tree nodes.
 
 If text repeats (code being edited, a document being summarised), the tokens that followed an earlier occurrence of the
-last tokens are good drafts. The idea is transformers' prompt lookup decoding; here it is one branch of the tree, found
-on the device within the step.
+last tokens are good drafts. The idea is transformers' prompt lookup decoding; here it is one branch of the tree. A GPU
+finds it within the step (`look_up`), because the host reads tokens one step late. On a CPU the host has them, and
+follows the text itself (`Repeats`), so that it knows before a step how much of the text's end is a repetition.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -77,3 +82,55 @@ def look_up(text: Text, output: torch.Tensor, count: torch.Tensor, length: int) 
     period = (end - found).clamp(min=1)
     steps = torch.arange(length, device=tokens.device)
     return tokens.gather(1, (found + 1 + steps % period).clamp(max=tokens.shape[1] - 1))
+
+
+class Copied(NamedTuple):
+    """What a copy would have drafted in a step, whether or not the step's tree had one.
+
+    Attributes:
+        matched: tokens at the text's end that stood earlier in it too, at most `LONGEST_MATCH`; 0: nothing to copy.
+        right: how many of the new tokens it begins with.
+        new: the step's new tokens.
+    """
+
+    matched: int
+    right: int
+    new: int
+
+
+class Repeats:
+    """One row's text on the host, and where its end stands earlier in it; finds what `look_up` finds.
+
+    Attributes:
+        tokens: the text so far.
+        matched: how many tokens at its end stand earlier in it too, at most `LONGEST_MATCH`.
+    """
+
+    def __init__(self, tokens: Sequence[int]) -> None:
+        self.tokens: list[int] = []
+        self.matched = self._next = 0
+        self._after: dict[tuple[int, ...], int] = {}  # the place after the latest occurrence that something follows
+        self._ends: list[tuple[int, ...]] = []  # the last token, the last two, up to the last LONGEST_MATCH
+        self.extend(tokens)
+
+    def copy(self, length: int) -> list[int]:
+        """Return the `length` tokens that followed the end's earlier occurrence; any tokens if there is none."""
+        period = len(self.tokens) - self._next
+        return [self.tokens[self._next + step % period] for step in range(length)]
+
+    def extend(self, new: Sequence[int]) -> Copied:
+        """Append a step's new tokens; return what a copy would have made of them."""
+        copy = self.copy(len(new)) if self.matched else []
+        right = sum(itertools.takewhile(bool, map(operator.eq, copy, new)))
+        found = Copied(self.matched, right, len(new))
+        for token in new:
+            for end in self._ends:
+                self._after[end] = len(self.tokens)
+            self.tokens.append(token)
+            self._ends = [(token,), *[(*end, token) for end in self._ends[: LONGEST_MATCH - 1]]]
+        self.matched = 0
+        for end in self._ends:  # a text that ends with a known end of n tokens ends with a known one of fewer, too
+            if end not in self._after:
+                break
+            self.matched, self._next = len(end), self._after[end]
+        return found

@@ -17,6 +17,7 @@ from medusa_decoding.decode.accept import accept
 from medusa_decoding.decode.arrange import arrange
 from medusa_decoding.decode.compact import compact
 from medusa_decoding.decode.limits import Limits
+from medusa_decoding.decode.lookup import Copied
 from medusa_decoding.decode.policy import Policy
 from medusa_decoding.decode.prefill import prefill
 from medusa_decoding.decode.propose import places, propose
@@ -66,6 +67,7 @@ class StepResult(NamedTuple):
     seconds: float | None
     committed: Sequence[int]
     made: bool
+    copied: Sequence[Copied] = ()
 
 
 class Runtime(Protocol):
@@ -81,6 +83,9 @@ class Runtime(Protocol):
 
     def begin(self) -> tuple[DecodeState, int]:
         """Return a cleared state, and how many tokens of every prompt are in its cache already."""
+
+    def matched(self) -> list[int]:
+        """Return how many tokens of each running row's end stand earlier in its text, if the host follows it."""
 
     def make_room(self) -> DecodeState:
         """Return the state with room for one more step: the same one, or its continuation in a larger cache."""
@@ -132,7 +137,7 @@ def decode_loop(
     runtime.read(wait=policy.timed)
     policy.begin(runtime.work, batch=len(prompts), rows=state.cache.capacity)
     while not runtime.ended:
-        tree = policy.choose(runtime.made)
+        tree = policy.choose(runtime.made, runtime.matched())
         rows, state = state.cache.capacity, runtime.make_room()
         if state.cache.capacity != rows:
             policy.grown(state.cache.capacity)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from medusa_decoding.decode.lookup import Copied
 from medusa_decoding.trees.tree import Tree
 
 
@@ -33,15 +34,24 @@ class Policy:
     def resized(self, batch: int) -> None:
         """Continue with another number of sequences, some of which may be new (see `serving.engine`)."""
 
-    def choose(self, made: Callable[[Tree], bool] | None = None) -> Tree:
+    def choose(self, made: Callable[[Tree], bool] | None = None, matched: Sequence[int] = ()) -> Tree:
         """Return the tree of the next step.
 
         Args:
             made: whether a tree's step is compiled or captured already; None where steps need not be.
+            matched: of each running row, how many tokens of its text's end stand earlier in it (see `lookup.Repeats`);
+                empty where the host does not follow texts.
         """
         raise NotImplementedError
 
-    def observe(self, tree: Tree, seconds: float | None, committed: Sequence[int], made: bool = False) -> None:
+    def observe(
+        self,
+        tree: Tree,
+        seconds: float | None,
+        committed: Sequence[int],
+        made: bool = False,
+        copied: Sequence[Copied] = (),
+    ) -> None:
         """Learn from a finished step. Steps are reported in the order they were chosen, on a GPU one step late.
 
         Args:
@@ -50,15 +60,22 @@ class Policy:
                 None if that was not measured.
             committed: tokens committed by each row that had not ended before the step, the root's included.
             made: whether the step was compiled or captured within these seconds.
+            copied: of each of these rows, what a copy would have drafted; empty where the host does not follow texts.
         """
 
 
 class FixedTree(Policy):
-    """Always the same tree."""
+    """Always the same tree.
 
-    def __init__(self, tree: Tree) -> None:
-        self.trees = (tree,)
+    Args:
+        tree: that one.
+        cost: plain steps that its step takes, if it is known.
+        rate: tokens that it is expected to make in a plain step's time.
+    """
 
-    def choose(self, made: Callable[[Tree], bool] | None = None) -> Tree:
+    def __init__(self, tree: Tree, cost: float = 1.0, rate: float = 1.0) -> None:
+        self.trees, self.cost, self.rate = (tree,), cost, rate
+
+    def choose(self, made: Callable[[Tree], bool] | None = None, matched: Sequence[int] = ()) -> Tree:
         """Return the tree."""
         return self.trees[0]

@@ -35,7 +35,8 @@ class DecodeState:
         report: int32 [B, 3 + 256], what `runtime.progress` reads of the last step: `count`, `finished`, the bits of
             `check` and the tokens of the accepted path (see `tree_accept`).
         check: fp32 [B], set by each step's token selection: not finite if the model's output is not.
-        text: prompts and new tokens if a tree copies from them, else None.
+        copies: int64 [B, length], tokens that the host has copied from each row's text for the next step (on a CPU).
+        text: prompts and new tokens if a tree of a GPU copies from them, else None.
         captured: steps captured over these tensors (see `runtime.cuda_graph`); they live as long as the tensors do.
     """
 
@@ -50,6 +51,7 @@ class DecodeState:
     seeds: torch.Tensor
     check: torch.Tensor
     report: torch.Tensor
+    copies: torch.Tensor | None = None
     text: Text | None = None
     captured: dict[Any, Any] = field(default_factory=dict, repr=False)
 

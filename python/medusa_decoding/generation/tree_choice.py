@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from medusa_decoding.checkpoints.tuning_file import Case
@@ -22,14 +22,24 @@ class TreeChoice:
     Attributes:
         tree: the tree; `Tree([])` for plain decoding, or "auto", which picks one for each step.
         reason: one plain sentence without a full stop.
+        copies: whether steps verify tokens copied from the text instead, where that promises more.
+        cost: plain steps that the tree's step takes, if it was timed.
+        rate: tokens that the tree is expected to make in a plain step's time.
     """
 
     tree: Tree | Literal["auto"]
     reason: str
+    copies: bool = field(default=False, compare=False)
+    cost: float = field(default=1.0, compare=False)
+    rate: float = field(default=1.0, compare=False)
 
     @property
     def name(self) -> str:
         """The tree in a few words."""
+        return self._own_name + ", or tokens copied from the text" * self.copies
+
+    @property
+    def _own_name(self) -> str:
         if not isinstance(self.tree, Tree):
             return "auto"
         kind = "dynamic, " if self.tree.keep is not None else ""
@@ -48,4 +58,5 @@ def tuned_choice(case: Case) -> TreeChoice:
         return TreeChoice(case.tree, f"`medusa tune` could not tell its fastest tree from plain decoding{gain}")
     if case.tree.num_nodes == 1:
         return TreeChoice(case.tree, f"`medusa tune` found no tree faster here{gain}")
-    return TreeChoice(case.tree, f"tuned on this device for batch {case.batch} and prefix {case.prefix}")
+    reason = f"tuned on this device for batch {case.batch} and prefix {case.prefix}"
+    return TreeChoice(case.tree, reason, False, *(() if case.chosen is None else case.compared(case.chosen)))

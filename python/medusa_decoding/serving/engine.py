@@ -23,7 +23,7 @@ from medusa_decoding.decode.runtime.memory import MemoryUse, Sizes, available, m
 from medusa_decoding.decode.runtime.steps import Steps
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.options import SLOTS
-from medusa_decoding.serving.rows import MOST_NODES, Submission, check_own_config, check_rows, check_tree
+from medusa_decoding.serving.rows import MOST_NODES, Submission, check_own_config, check_rows, check_tree, most_copied
 from medusa_decoding.serving.scheduler import SHORTEST_CHUNK, Counts, Scheduler
 from medusa_decoding.serving.slots import Slots
 from medusa_decoding.serving.ticket import Delta, EngineClosedError, QueueFullError, Ticket
@@ -116,8 +116,8 @@ class Engine:
         if "dynamic" in backbone.decoder.rotary_emb.rope_type:
             raise ValueError("model: expected rotary embeddings that are the same for all texts, got dynamic scaling")
         if isinstance(model.tree, Tree):
-            check_tree(model.tree)
-        self.model, self.queue = model, queue
+            check_tree(model.tree, backbone.device)
+        self.model, self.queue, self._states = model, queue, states
         steps = Steps(backbone, model.heads)
         with self.model.current_device():
             self.context, self.memory = self._fit(slots, context)
@@ -129,14 +129,22 @@ class Engine:
         self._thread: threading.Thread | None = None
 
     @property
+    def _deepest(self) -> int:
+        """Tokens that a step may draft in a row; 0 for plain decoding alone."""
+        heads = 0 if self.model.heads is None else self.model.heads.num_heads
+        return 0 if self._states else max(heads, most_copied(self.model.backbone.device))
+
+    @property
     def _spare(self) -> int:
         """Cache rows that a step needs after a row's last token."""
-        return MOST_NODES + (self.model.heads.num_heads if self.model.heads is not None else 0)
+        return MOST_NODES + self._deepest
 
     def _sizes(self, slots: int, context: int) -> Sizes:
-        heads = self.model.heads
-        nodes, noise = (1, 1) if heads is None else (MOST_NODES, heads.num_heads + 1)
-        return Sizes([context] * slots, context, nodes=nodes, spare=self._spare, logits=True, noise=noise)
+        deepest = self._deepest
+        return Sizes(
+            [context] * slots, context, nodes=MOST_NODES if deepest else 1, spare=self._spare, logits=True,
+            noise=deepest + 1,
+        )  # fmt: skip
 
     def _fit(self, slots: int, context: int | None) -> tuple[int, MemoryUse]:
         """Return the context and what it takes; a default one is halved until it fits."""
@@ -180,7 +188,8 @@ class Engine:
             logprobs: how many of the most likely tokens to deliver with every token, 0 to 20; None for none.
             prompt_logprobs: how many of the most likely tokens to keep at each token of the prompt, 0 to 20, in the
                 first ticket's `prompt_logprobs`; None for none. The whole prompt then runs, also what is cached of it.
-            tree: a tree of at most 64 nodes without a copied branch, or "auto"; None for the model's default.
+            tree: a tree of at most 64 nodes, of which at most 16 are copied from the text (on a GPU none), or "auto";
+                None for the model's default.
             acceptance: "lossless", or "typical" with the posterior settings.
             seed: of sampling; None draws one.
             make_processors: returns the logits processors of one choice; called once per choice.

@@ -11,7 +11,8 @@ from typing import Any, Literal
 import torch
 
 from medusa_decoding.checks import token_list, whole
-from medusa_decoding.decode.runtime.progress import Progress, RowReader
+from medusa_decoding.decode.adaptive.copying import LENGTHS
+from medusa_decoding.decode.runtime.progress import STEPS_LATE, Progress, RowReader
 from medusa_decoding.decode.selection.processors import LogitsProcessors
 from medusa_decoding.decode.selection.rows import temperature_of_row
 from medusa_decoding.decode.selection.typical import TypicalAcceptance
@@ -191,7 +192,7 @@ def check_rows(
     if asked.tree is not None:
         model.check_tree(asked.tree)
         if isinstance(asked.tree, Tree):
-            check_tree(asked.tree)
+            check_tree(asked.tree, model.backbone.device)
     unset = dict.fromkeys(("do_sample", "temperature", "top_p", "top_k"))
     changes = unset | OWN | settings | {"return_dict_in_generate": True} | _limits(model, asked, settings, room)
     rows = []
@@ -258,9 +259,16 @@ def _guarded(deliver: Callable[[int, Delta], None], number: int) -> Callable[[De
     return guarded
 
 
-def check_tree(tree: Tree) -> None:
-    """Raise `ValueError` for a tree that rows of several callers cannot share."""
+def check_tree(tree: Tree, device: torch.device) -> None:
+    """Raise `ValueError` for a tree that rows of several callers cannot share on a device."""
     if tree.num_nodes > MOST_NODES:
         raise ValueError(f"tree: expected at most {MOST_NODES} nodes in an engine, got {tree.num_nodes}")
-    if tree.lookup:
-        raise ValueError("tree: expected one without a branch copied from the text in an engine, got one with it")
+    most = most_copied(device)
+    if tree.lookup > most:
+        where = f"in an engine on {device.type}"
+        raise ValueError(f"tree: expected at most {most} tokens copied from the text {where}, got {tree.lookup}")
+
+
+def most_copied(device: torch.device) -> int:
+    """Return the most tokens that a step copies from the text: none on a GPU, whose tokens the host reads too late."""
+    return 0 if device.type in STEPS_LATE else LENGTHS[-1]

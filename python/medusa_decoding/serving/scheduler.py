@@ -11,25 +11,26 @@ host selects (log-probabilities, penalties, grammars, other processors, minimum 
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 
-from medusa_decoding.decode.policy import FixedTree, Policy
+from medusa_decoding.decode.lookup import Repeats
+from medusa_decoding.decode.policy import Policy
 from medusa_decoding.decode.prefill import PREFILL_CHUNK, prefill_chunks
-from medusa_decoding.decode.runtime.progress import Progress, Watch
+from medusa_decoding.decode.runtime.progress import Progress, Watch, hold_copies, matched
 from medusa_decoding.decode.runtime.steps import Steps, is_made
 from medusa_decoding.decode.state import DecodeState
 from medusa_decoding.decode.verify import HostTokenSelector
 from medusa_decoding.generation.session import common_length
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.serving.groups import Group, Groups, Launched
-from medusa_decoding.serving.rows import MOST_NODES, Kind, Row
+from medusa_decoding.serving.rows import MOST_NODES, Kind, Row, most_copied
 from medusa_decoding.serving.slots import SHORTEST_REUSE, Slots
 from medusa_decoding.serving.ticket import Delta, Finish
 from medusa_decoding.trees.tree import Tree
@@ -106,7 +107,7 @@ class Scheduler:
         self.counts = Counts()
         self._prefill: _Prefill | None = None
         self._step_for = steps.prepare(model.backend)
-        self._policies: dict[tuple[Kind, Tree | Literal["auto"], bool], Policy] = {}
+        self._policies: dict[tuple[Kind, Tree | str, bool, bool], Policy] = {}
         self._watch = Watch(slots.state)  # of prefills
         self._tokens_per_second = 0.0  # of the last chunk
         self._until, self._left = 0.0, 0  # when the prompts of a round must end, and how many of their tokens may run
@@ -315,7 +316,8 @@ class Scheduler:
         view = self.slots.rows(first, first + width)
         selector, limits = group.prepare(width, device, self.slots.temperatures[first : first + width])
         policy = self._policy(group)
-        tree = policy.choose(lambda tree: is_made(self._step_for(tree), view, selector, limits))
+        tree = policy.choose(lambda tree: is_made(self._step_for(tree), view, selector, limits), matched(group.rows))
+        hold_copies(view, group.rows, tree.lookup)
         watch = group.watch = group.watch or Watch(self.slots.state, timed=True)
         watch.start(view)
         view.step.zero_()
@@ -333,7 +335,7 @@ class Scheduler:
             launched, progress = group.unread.popleft(), group.watch.read()
             assert progress.seconds is not None
             self.counts.step_seconds += progress.seconds
-            committed = []
+            committed, copied = [], []
             for place, (row, error) in enumerate(zip(launched.rows, launched.errors, strict=True)):
                 if row.ended:  # by the step before this one, or cancelled
                     continue
@@ -342,8 +344,9 @@ class Scheduler:
                     self.groups.leave(row)
                 if finish != "error":
                     committed.append(len(row.new))
+                    copied += [] if row.copied is None else [row.copied]
             self.counts.row_steps[launched.tree.num_nodes] += len(committed)
-            launched.policy.observe(launched.tree, progress.work, committed, launched.made)
+            launched.policy.observe(launched.tree, progress.work, committed, launched.made, copied)
 
     def _take(
         self,
@@ -371,22 +374,27 @@ class Scheduler:
         if group.policy is not None:
             return group.policy
         rows, samples = len(group.rows), any(row.temperature > 0 for row in group.rows)
-        tree = group.kind[0]
-        if tree is None:
-            longest = max(len(row.text) for row in group.rows)
-            tree = self.model.tree_choice(rows, longest, sample=samples).tree
-            if isinstance(tree, Tree) and (tree.num_nodes > MOST_NODES or tree.lookup):
-                logger.warning('tree: the tuned one for %d rows cannot be used in an engine; "auto" is', rows)
-                tree = "auto"
-        key = group.kind, tree, samples
+        copied = most_copied(self.model.backbone.device)
+        asked = Tree([]) if self.states else group.kind[0]  # a state for each token: one token a step
+        longest = max(len(row.text) for row in group.rows)
+        choice = self.model.tree_choice(rows, longest, asked, samples)
+        tree = choice.tree
+        if asked is None and isinstance(tree, Tree) and (tree.num_nodes > MOST_NODES or tree.lookup > copied):
+            logger.warning('tree: the tuned one for %d rows cannot be used in an engine; "auto" is', rows)
+            choice = self.model.tree_choice(tree="auto")
+        if group.kind[1] is not None:  # typical acceptance, see `MedusaModel.run`
+            choice = dataclasses.replace(choice, copies=False)
+        key = group.kind, choice.tree, choice.copies, samples
         policy = self._policies.get(key)
         if policy is None:
             if len(self._policies) == KEPT_POLICIES:  # requests may name any number of trees
                 self._policies.clear()
                 self._step_for = self.steps.prepare(self.model.backend)
-            fixed = FixedTree(tree) if isinstance(tree, Tree) else None
-            policy = self._policies[key] = fixed or self.model.adaptive_policy(samples, independent=True)
+            policy = self._policies[key] = self.model.policy(choice, samples, independent=True)
             policy.begin(batch=rows, rows=self.slots.state.cache.capacity)
         policy.resized(rows)
+        if copied and any(tree.lookup for tree in policy.trees):
+            for row in group.rows:
+                row.repeats = row.repeats or Repeats(row.text)
         group.policy = policy
         return policy

@@ -58,7 +58,7 @@ class Slots:
             own = {
                 field.name: getattr(state, field.name)[rows]
                 for field in dataclasses.fields(DecodeState)
-                if field.name not in ("cache", "step", "text", "captured")
+                if field.name not in ("cache", "step", "copies", "text", "captured")
             }
             part = TreeCache(cache.kv, cache.lengths[rows], cache.cos, cache.sin, self._places[rows])
             view = self._views[first, last] = DecodeState(cache=part, step=state.step, **own)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 
 from medusa_decoding.decode.adaptive.acceptance import AcceptanceModel, TreeSet
 from medusa_decoding.decode.adaptive.step_times import Profile, StepTimes
+from medusa_decoding.decode.lookup import Copied
 from medusa_decoding.decode.policy import Policy
 from medusa_decoding.trees.tree import Tree
 
@@ -117,7 +118,12 @@ class Adaptive(Policy):
             self._profile, self._since_check = profile, 0
         self._refresh(profile)
 
-    def choose(self, made: Callable[[Tree], bool] | None = None) -> Tree:
+    @property
+    def rate(self) -> float:
+        """How many tokens the best tree is expected to make in a plain step's time."""
+        return max((rate for rate, timed in zip(self._rates, self._timed, strict=False) if timed), default=1.0)
+
+    def choose(self, made: Callable[[Tree], bool] | None = None, matched: Sequence[int] = ()) -> Tree:
         """Return the tree of the next step; see `Policy`."""
         self._made = made if made is not None and self._making else None
         index, probe = self._pick() if self._plain else (0, False)
@@ -176,7 +182,14 @@ class Adaptive(Policy):
         self._forgone = 0.0
         return best
 
-    def observe(self, tree: Tree, seconds: float | None, committed: Sequence[int], made: bool = False) -> None:
+    def observe(
+        self,
+        tree: Tree,
+        seconds: float | None,
+        committed: Sequence[int],
+        made: bool = False,
+        copied: Sequence[Copied] = (),
+    ) -> None:
         """Learn from a step; see `Policy`.
 
         Raises:

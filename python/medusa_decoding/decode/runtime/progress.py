@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from medusa_decoding.decode.lookup import Copied, Repeats
 from medusa_decoding.decode.state import DecodeState
 
 STEPS_LATE = {"cuda": 1}
@@ -59,6 +61,8 @@ class RowReader:
         new: those that the step read last has added, its end token included.
         accepted: how many draft tokens each step has accepted (the prefill is not a step).
         ended: whether the row has ended.
+        repeats: its text, where the host looks up what may be copied; it has the prompt before the first read.
+        copied: what a copy would have drafted in the step read last.
     """
 
     ends: frozenset[int] = frozenset()
@@ -66,6 +70,8 @@ class RowReader:
     new: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     ended: bool = False
+    repeats: Repeats | None = None
+    copied: Copied | None = None
 
     def read(self, progress: Progress, place: int) -> list[int]:
         """Read what a step, or the prefill, has added to the row, which was number `place` of it; return the tokens."""
@@ -76,6 +82,8 @@ class RowReader:
             if self.count:
                 self.accepted.append(len(self.new) - 1)
             self.count += len(self.new)
+            if self.repeats is not None:
+                self.copied = self.repeats.extend(self.new)
             self.ended = progress.finished[place] or self.stopped
         return self.new
 
@@ -91,6 +99,18 @@ class RowReader:
         if self.accepted:
             self.accepted[-1] -= dropped
         self.count, self.ended = count, True
+
+
+def matched(rows: Sequence[RowReader]) -> list[int]:
+    """Return how many tokens of each running row's end stand earlier in its text, of rows whose text is followed."""
+    return [row.repeats.matched for row in rows if row.repeats is not None and not row.ended]
+
+
+def hold_copies(state: DecodeState, rows: Sequence[RowReader], length: int) -> None:
+    """Store the tokens that a step's rows copy from their texts, if the host follows these."""
+    found = [row.repeats.copy(length) for row in rows if length and row.repeats is not None]
+    if found:
+        state.copies = torch.tensor(found)
 
 
 Stamp = torch.cuda.Event | tuple[float, float]

@@ -9,11 +9,12 @@ from dataclasses import replace
 import torch
 
 from medusa_decoding.decode.limits import Limits
-from medusa_decoding.decode.loop import StepResult
+from medusa_decoding.decode.lookup import Repeats
+from medusa_decoding.decode.loop import Step, StepResult
 from medusa_decoding.decode.policy import Policy
 from medusa_decoding.decode.propose import places
 from medusa_decoding.decode.runtime.memory import Sizes
-from medusa_decoding.decode.runtime.progress import RowReader, Watch
+from medusa_decoding.decode.runtime.progress import RowReader, Watch, hold_copies, matched
 from medusa_decoding.decode.runtime.steps import Backend, Steps, is_made
 from medusa_decoding.decode.runtime.streaming import Observer
 from medusa_decoding.decode.state import DecodeState
@@ -65,7 +66,7 @@ class Runner:
         observer: Observer | None = None,
         timed: bool = False,
     ) -> None:
-        self.step = steps.prepare(backend)
+        self._step = steps.prepare(backend)
         self.pool, self.prompts, self.policy = steps.pool, prompts, policy
         drawn = 0 if selector.draw_temperature is None else max(places(steps.heads, tree) for tree in policy.trees)
         lengths, budget = [len(prompt) for prompt in prompts], max(limits.budgets)
@@ -96,12 +97,26 @@ class Runner:
         else:
             self.state, cached = self.pool.enlarge(earlier, self.sizes, rows)
             self.reused = min(common, cached)
-        if any(tree.lookup for tree in self.policy.trees):
-            self.state.hold_text(self.prompts)
         if self._seeds is not None:
             self.state.seeds.copy_(self._seeds)
         self._watch = Watch(self.state, timed=self._timed)
+        if any(tree.lookup for tree in self.policy.trees):
+            if self._watch.late:
+                self.state.hold_text(self.prompts)
+            else:
+                for row, prompt in zip(self.rows, self.prompts, strict=True):
+                    row.repeats = Repeats(prompt.tolist())
         return self.state, self.reused
+
+    def matched(self) -> list[int]:
+        """See `loop.Runtime`."""
+        return matched(self.rows)
+
+    def step(self, tree: Tree) -> Step:
+        """See `loop.Runtime`."""
+        assert self.state is not None
+        hold_copies(self.state, self.rows, tree.lookup)
+        return self._step(tree)
 
     def make_room(self) -> DecodeState:
         """See `loop.Runtime`. The cache grows before it could overflow, though results are read late."""
@@ -123,7 +138,7 @@ class Runner:
     def made(self, tree: Tree) -> bool:
         """See `loop.Runtime`."""
         assert self.state is not None
-        return is_made(self.step(tree), self.state, self._selector, self._limits)
+        return is_made(self._step(tree), self.state, self._selector, self._limits)
 
     def read(self, tree: Tree | None = None, made: bool = False, wait: bool = False) -> list[StepResult]:
         """See `loop.Runtime`."""
@@ -136,7 +151,8 @@ class Runner:
         while not self.ended and self._watch.pending > (0 if wait else self._watch.late):
             progress = self._watch.read()
             refuse_broken(progress.broken, [row.ended for row in self.rows], self._reads)
-            committed = [len(new) for place, row in enumerate(self.rows) if (new := row.read(progress, place))]
+            read = [row for place, row in enumerate(self.rows) if row.read(progress, place)]
+            committed, copied = [len(row.new) for row in read], [row.copied for row in read if row.copied is not None]
             work = progress.work
             if progress.seconds is not None and work is not None:
                 # Processes that share the model choose the same trees only if they see the same durations.
@@ -145,7 +161,7 @@ class Runner:
                 self.work += work
             if self._reads > 0:
                 tree, made = self._unread.popleft()
-                results.append(StepResult(tree, work, committed, made))
+                results.append(StepResult(tree, work, committed, made, copied))
             self._reads += 1
             for place in self._observer(self.rows) if self._observer else ():
                 self.state.cut(place, self.rows[place].count)

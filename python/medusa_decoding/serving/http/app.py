@@ -96,8 +96,8 @@ class Server:
         self._planner, self._token_bytes = Planner(engine, encoder, settings), TokenBytes(encoder.tokenizer)
         self._schemas = ThreadPoolExecutor(1, "medusa-schemas")
         self._started = int(time.time())
-        tree = engine.model.tree
-        self._plain = engine.model.heads is None or (isinstance(tree, Tree) and tree.num_nodes == 1)
+        choice = engine.model.tree_choice()
+        self._plain = choice.tree == Tree([]) and not choice.copies
         self.metrics = Metrics(engine, settings.model)
 
     def routes(self) -> APIRouter:
