@@ -179,7 +179,7 @@ class MedusaModel:
                 tree.check_fits(0, 0)
             base = load_base_model(None, heads, **placed)
             model = cls(base.eval(), None, tree, backend, cache_dtype, activation_dtype)
-            logger.warning("no heads: %s; %s", model.tree_choice().name, without_heads(folder))
+            logger.warning("no heads: %s; %s", model.tree_choice().verified, without_heads(folder))
             return model
         # The base model's sizes are checked before the heads take memory; heads that share lm_head do not state V.
         # A hub is not asked for the base model's config first, unless that model is given.

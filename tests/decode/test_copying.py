@@ -147,7 +147,7 @@ def test_the_default_copies_on_a_cpu(with_heads, monkeypatch):
     rows = torch.stack(prompts(2, [2 * VOCAB, 2 * VOCAB]))
     with MedusaModel(model, heads_for(model) if with_heads else None) as medusa:
         own = "auto" if with_heads else "plain decoding"
-        assert medusa.tree_choice().name == f"{own}, or tokens copied from the text"
+        assert medusa.tree_choice().verified == f"{own}, or tokens copied from the text"
         output = medusa.generate(rows, max_new_tokens=300)
         drawn = medusa.generate(rows, max_new_tokens=60, do_sample=True, temperature=0.01, seed=1)
         plain = medusa.generate(rows, max_new_tokens=60, do_sample=True, temperature=0.01, seed=1, tree=Tree([]))

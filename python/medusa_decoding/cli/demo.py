@@ -238,6 +238,7 @@ def compare(
         "accepted_length_histogram": {str(n): histogram[n] for n in sorted(histogram)},
         "tree_nodes": choice.tree.num_nodes if isinstance(choice.tree, Tree) else None,
         "tree": choice.name,
+        "verified": choice.verified,
         "tree_reason": choice.reason,
         "steps_by_tree_nodes": {str(n): tree_nodes[n] for n in sorted(tree_nodes)},
         "prompts": len(prompts),
@@ -281,7 +282,7 @@ def shares(counts: dict[str, int]) -> dict[str, float]:
 
 def notes(result: dict[str, Any]) -> list[str]:
     """Return what else there is to say: which trees ran and why, whether the texts are equal, how it was measured."""
-    tree = f"tree: {result['tree']} ({result['tree_reason']})"
+    tree = f"tree: {result['verified']} ({result['tree_reason']})"
     if result["tree_nodes"] is None and result["steps_by_tree_nodes"]:
         used = [
             f"{'plain' if nodes == '1' else f'{nodes} nodes'} {share:.0%}"

@@ -36,19 +36,20 @@ class TreeChoice:
     @property
     def name(self) -> str:
         """The tree in a few words."""
-        return self._own_name + ", or tokens copied from the text" * self.copies
-
-    @property
-    def _own_name(self) -> str:
         if not isinstance(self.tree, Tree):
             return "auto"
         kind = "dynamic, " if self.tree.keep is not None else ""
         copied = f", {self.tree.lookup} of them copied" if self.tree.lookup else ""
         return f"{kind}{self.tree.num_nodes} nodes{copied}" if self.tree.num_nodes > 1 else "plain decoding"
 
+    @property
+    def verified(self) -> str:
+        """What steps verify, in a few words."""
+        return self.name + ", or tokens copied from the text" * self.copies
+
     def __str__(self) -> str:
         """Return tree and reason, as the commands print them."""
-        return f"{self.name} ({self.reason})"
+        return f"{self.verified} ({self.reason})"
 
 
 def tuned_choice(case: Case) -> TreeChoice:
