@@ -218,23 +218,22 @@ def large_models(plt: Any, records: Sequence[Record], path: Path) -> None:
 
 
 PUBLISHED = {
-    "transformers": "transformers", "transformers, prompt lookup": "transformers, prompt lookup",
-    "transformers, compiled": "transformers, compiled", "llama.cpp": "llama.cpp",
-    "llama.cpp, n-grams": "llama.cpp, n-gram drafts", "plain": "our plain loop", "lookup": "copying, no heads",
-    "heads": "Medusa, best fixed tree", "heads, auto": 'Medusa, "auto"', "heads, lookup": "Medusa and copying",
+    "transformers": "transformers", "llama.cpp": "llama.cpp", "llama.cpp, n-grams": "llama.cpp, n-gram drafts",
+    "plain": "our plain loop", "lookup": "a copy in every step, no heads", "auto, no heads": "our default, no heads",
+    "heads": "Medusa, best fixed tree", "heads, auto": "Medusa, our default",
 }  # fmt: skip
-"""Ways of `bench_published`, in the order of the figure; typical acceptance writes other texts."""
+"""Ways of `bench_published`, in the order of the figure."""
 
 
 def published(plt: Any, record: Record, path: Path) -> None:
-    """Draw tokens per second of every way of answering with a published model, as `bench_published` measured them."""
+    """Draw tokens per second of ways of answering with a published model, as `bench_published` measured them."""
     every, dtypes = record["groups"]["all"]["ways"], record["settings"]["dtypes"]
     figure, panels = plt.subplots(1, len(dtypes), figsize=(11, 3.4), layout="constrained", squeeze=False, sharey=True)
     for panel, dtype in zip(panels[0], dtypes, strict=True):
         for place, name in enumerate(PUBLISHED):
             rate = every[f"{dtype}/{name}"]["tokens_per_second"]
             theirs = name.startswith(("transformers", "llama.cpp"))
-            panel.barh(place, rate, color=COLOURS[0 if theirs else 2 if "heads" in name else 1])
+            panel.barh(place, rate, color=COLOURS[0 if theirs else 2 if name.startswith("heads") else 1])
             panel.text(rate, place, f" {rate:.0f}", va="center", fontsize=8)
         panel.set(title=dtype, xlabel="tokens per second")
         panel.margins(x=0.15)
