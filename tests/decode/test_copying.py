@@ -1,6 +1,7 @@
 """Copies from the text that the host follows, and when they are verified: where they pay, at a bounded loss."""
 
 import random
+import types
 
 import pytest
 import torch
@@ -129,6 +130,14 @@ def test_better_heads_are_preferred_to_bad_copies():
 
 
 # In generations
+
+
+def test_each_row_copies_from_its_own_text():
+    state = types.SimpleNamespace()
+    rows = [progress.RowReader(repeats=Repeats(text)) for text in ([1, 2, 3, 1], [4, 5, 6, 4])]
+    progress.hold_copies(state, rows, 2)
+    assert state.copies.tolist() == [[2, 3], [5, 6]]
+    assert progress.matched(rows) == [1, 1]
 
 
 def repeating():
