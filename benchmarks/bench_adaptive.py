@@ -26,7 +26,6 @@ from benchmarks.ablations import measuring
 from benchmarks.ablations.measuring import Way, Written
 from benchmarks.ablations.setup import NEW, Asked, bench_of, prompts
 from medusa_decoding.checkpoints import pretrained
-from medusa_decoding.decode.adaptive.policy import Adaptive
 from medusa_decoding.decode.runtime.steps import Backend
 from medusa_decoding.demo import CHECKPOINT
 from medusa_decoding.heads import MedusaHeads
@@ -114,9 +113,7 @@ def measure(count: int, backend: Backend, seed: int, busy: int = 0) -> dict[str,
         figures["random_heads"] = compare(model, plain, asked, warm_up, clock)
     # As users load it: with the accuracies and the tree that are stored next to the heads.
     with MedusaModel.from_pretrained(CHECKPOINT / "heads", dtype=torch.float32, backend=backend) as model:
-        of_auto = model._adaptive()
-        assert isinstance(of_auto, Adaptive)
-        fixed = {f"{tree.num_nodes} nodes": tree for tree in of_auto.trees[1:]}
+        fixed = {f"{tree.num_nodes} nodes": tree for tree in model._adaptive().trees[1:]}
         figures["own_heads"] = compare(model, plain | fixed, asked, warm_up, clock)
     return figures
 

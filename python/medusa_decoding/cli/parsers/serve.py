@@ -34,12 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     option = _arguments.add_option
     _arguments.add_model(parser)
     _arguments.add_template(parser)
-    option(
-        parser,
-        "--tree TREE",
-        _arguments.tree,
-        "as in medusa generate, on a GPU without +lookup; requests may name others",
-    )
+    words = "as in medusa generate, on a GPU without +lookup; requests may name others"
+    option(parser, "--tree TREE", _arguments.tree, words)
     _arguments.add_backend(parser)
     _arguments.add_dtypes(parser)
     option(parser, "--host ADDRESS", str, "address to listen on; 0.0.0.0 for all networks", "127.0.0.1")

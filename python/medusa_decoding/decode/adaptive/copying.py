@@ -80,7 +80,6 @@ class Copying(Policy):
         self.others, self.model = others, CopyModel()
         self._copies = {length: Tree([]).with_lookup(length) for length in LENGTHS}
         self._sizes = [1, *(tree.num_nodes for tree in self._copies.values())]
-        self._ours = {id(tree) for tree in self._copies.values()}
         self.trees = (*others.trees, *self._copies.values())
         self._times, self._account = StepTimes(), ADVANCE
         self._profile: Profile | None = None
@@ -144,7 +143,7 @@ class Copying(Policy):
         """Learn from a step; see `Policy`."""
         for row in copied:
             self.model.observe(row)
-        ours = id(tree) in self._ours
+        ours = self._copies.get(tree.lookup) is tree
         if not ours:
             self.others.observe(tree, seconds, committed, made)
         if not committed or seconds is None:
