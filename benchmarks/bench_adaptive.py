@@ -63,7 +63,7 @@ def compare(
 
         def run(one: Asked) -> Written:
             # "auto" and "auto, first" use the same model, but must not learn from each other.
-            model._adaptive = {} if name.endswith("first") else kept
+            model._policies = {} if name.endswith("first") else kept
             return way(one)
 
         return run
