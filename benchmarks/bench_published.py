@@ -219,7 +219,7 @@ def loaded(args: argparse.Namespace) -> Iterator[dict[str, Side]]:
     with contextlib.ExitStack() as stack:
         stack.callback(lambda: [server.close() for server in servers])
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        for dtype in args.dtypes:
+        for dtype in (one for one in args.dtypes if one != GIVEN):
             activations, quantised = DTYPES[dtype]
             own = copy.deepcopy(base)
             for weight in own.parameters():  # buffers stay in float32, as they are when a model is loaded
@@ -242,7 +242,7 @@ def loaded(args: argparse.Namespace) -> Iterator[dict[str, Side]]:
             if args.llama:
                 llama_cpp_server.rewrite(source, folder / f"{dtype}.gguf", *GGUF[dtype])
                 sides[dtype].llama = functools.partial(start, folder / f"{dtype}.gguf", dtype == "fp32")
-        if args.llama:
+        if args.llama and GIVEN in args.dtypes:
             without: Any = None
             bench = Bench(without, without, [], [], args.max_new_tokens, {})
             sides[GIVEN] = Side(bench, llama=functools.partial(start, source, False))
@@ -416,7 +416,7 @@ def figures(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             "cpu_seconds_per_token": total["cpu_seconds"] / total["tokens"],
             "cpu_seconds_per_second": total["cpu_seconds"] / total["seconds"],
             "tokens_per_step": total["committed"] / total["steps"] if total["steps"] else None,
-            "same_text_as_transformers": total["same"],
+            "same_text_as_transformers": total["same"] if f"{dtype}/{TRANSFORMERS}" in totals else None,
             "over": over,
         }
         if name in surprise and name.endswith(TYPICAL):
@@ -437,8 +437,8 @@ def table(found: Mapping[str, Any], baseline: str) -> str:
         for group in found.values():
             ratio = group["ways"][name]["over"].get(f"{dtype_of(name)}/{baseline}")
             cells.append("" if ratio is None else interval.as_text(interval.Interval(**ratio), 2))
-        same = "" if name.startswith("given/") else one["same_text_as_transformers"]  # transformers does not run it
-        fixed = [f"{one['tokens_per_second']:.1f}", f"{steps:.2f}" if steps else "", same]
+        same = one["same_text_as_transformers"]
+        fixed = [f"{one['tokens_per_second']:.1f}", f"{steps:.2f}" if steps else "", "" if same is None else same]
         rows.append([name, *map(str, fixed), *cells])
     return harness.markdown(rows)
 
@@ -454,7 +454,9 @@ def main() -> None:
                         help=f"has {', '.join(SETS.values())} and {TUNING}, in it or below it")  # fmt: skip
     parser.add_argument("--prompts", type=_arguments.at_least_one, default=80, help="of each set (default: 80)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=[*WAYS], help="default: all that can run")
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["fp32", "bf16", "int8"])
+    parser.add_argument("--dtypes", nargs="+", choices=(*DTYPES, GIVEN),
+                        default=["fp32", "bf16", "int8", GIVEN], help=f"{GIVEN}: the file as it is, by llama.cpp alone "
+                        "(default: fp32 bf16 int8 given)")  # fmt: skip
     parser.add_argument(
         "--device", choices=tuple(NODES), default="cpu", help="llama.cpp runs on the CPU (default: cpu)"
     )
@@ -464,6 +466,8 @@ def main() -> None:
                         help="stop and summarise after so many; sets take turns (default: never)")  # fmt: skip
     parser.add_argument("--out", type=Path, metavar="FOLDER", help="default: benchmarks/results/published/MACHINE")
     args = parser.parse_args()
+    if args.dtypes[0] == GIVEN:
+        parser.error(f"--dtypes: expected a dtype of this package first, got {' '.join(args.dtypes)}")
     if PLAIN not in args.ways:
         parser.error(f"--ways: expected {PLAIN} among them, which conversations follow, got {' '.join(args.ways)}")
     torch.set_num_threads(args.threads)
