@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from medusa_decoding import Tree
-from medusa_decoding.decode.policy import Policy
+from medusa_decoding.decode.policy import Policy, StepResult
 from medusa_decoding.trees.published import ACCURACIES
 
 Heads = Sequence[Sequence[float]]
@@ -120,9 +120,9 @@ class Simulation:
             clock += self.times[nodes] + making
             self.chosen.append(nodes)
             while len(unseen) > self.late:
-                policy.observe(*unseen.pop(0))
+                policy.observe(StepResult(*unseen.pop(0)))
         for result in unseen:  # what is never observed is a step that was launched in vain, after the last one
-            policy.observe(*result)
+            policy.observe(StepResult(*result))
         return clock
 
     def serve(
@@ -146,7 +146,7 @@ class Simulation:
             seconds = time_of(clients, tree.num_nodes)
             new = [min(commit(tree, heads, self.draws), rest) for rest in left]
             left = [rest - count for rest, count in zip(left, new, strict=True) if rest > count]
-            policy.observe(tree, seconds * math.exp(self.noise * self.draws.gauss(0, 1)), new)
+            policy.observe(StepResult(tree, seconds * math.exp(self.noise * self.draws.gauss(0, 1)), new))
             self.chosen.append(tree.num_nodes)
             clock, made = clock + seconds, made + sum(new)
         return made / clock

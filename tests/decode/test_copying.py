@@ -15,7 +15,7 @@ from medusa_decoding.decode.adaptive.copying import LENGTHS, Copying, CopyModel
 from medusa_decoding.decode.adaptive.policy import Adaptive
 from medusa_decoding.decode.adaptive.step_times import StepTimes
 from medusa_decoding.decode.lookup import LONGEST_MATCH, Copied, Repeats
-from medusa_decoding.decode.policy import FixedTree
+from medusa_decoding.decode.policy import FixedTree, StepResult
 from medusa_decoding.decode.runtime import progress
 
 
@@ -77,7 +77,7 @@ def generate(policy, tokens, share, seed, times=CPU, first=1.0):
         tree = policy.choose(None, [matched])
         seconds = times[tree.num_nodes] * (first if tree.lookup and tree.num_nodes not in chosen else 1.0)
         count = 1 + min(right, tree.lookup)
-        policy.observe(tree, seconds, [count], False, [Copied(matched, min(right, count), count)])
+        policy.observe(StepResult(tree, seconds, [count], False, [Copied(matched, min(right, count), count)]))
         chosen.append(tree.num_nodes)
         clock, written = clock + seconds, written + count
     return clock, written - 1, chosen

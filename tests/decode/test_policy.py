@@ -12,7 +12,7 @@ from simulation import BETTER, DEVICES, GOOD, GPU, USELESS, Heads, Simulation, c
 from medusa_decoding.decode.adaptive.acceptance import MADE_SIZES, SIZES, TreeSet
 from medusa_decoding.decode.adaptive.policy import Adaptive
 from medusa_decoding.decode.adaptive.step_times import StepTimes
-from medusa_decoding.decode.policy import FixedTree
+from medusa_decoding.decode.policy import FixedTree, StepResult
 
 
 def adaptive(
@@ -193,7 +193,8 @@ def test_a_grown_cache_starts_from_known_step_times():
         if step == 60:
             policy.grown(2048)
         tree = policy.choose()
-        policy.observe(tree, GPU[tree.num_nodes] * (1.5 if step >= 60 else 1.0), [commit(tree, BETTER, draws)])
+        seconds = GPU[tree.num_nodes] * (1.5 if step >= 60 else 1.0)
+        policy.observe(StepResult(tree, seconds, [commit(tree, BETTER, draws)]))
         after += [tree.num_nodes] if step >= 60 else []
     assert statistics.mean(nodes > 4 for nodes in after[:5]) > 0.5, "the sizes known before are used at once"
     grown = policy.times.profile(1, 2048).known()
@@ -205,9 +206,9 @@ def test_steps_are_observed_in_the_order_they_were_chosen():
     policy = adaptive()
     policy.begin()
     with pytest.raises(ValueError, match="got Tree"):
-        policy.observe(policy.trees[0], 1.0, [1])
+        policy.observe(StepResult(policy.trees[0], 1.0, [1]))
     policy.choose()
     with pytest.raises(ValueError, match=r"expected the one chosen .*num_nodes=1.* got Tree\(num_nodes=4"):
-        policy.observe(policy.trees[1], 1.0, [1])
-    policy.observe(policy.trees[0], 1.0, [])
+        policy.observe(StepResult(policy.trees[1], 1.0, [1]))
+    policy.observe(StepResult(policy.trees[0], 1.0, []))
     assert policy.times.profile(1, 0).kept() == {}

@@ -6,8 +6,8 @@ or how a runtime finds memory, launches steps and reads their results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
@@ -17,8 +17,7 @@ from medusa_decoding.decode.accept import accept
 from medusa_decoding.decode.arrange import arrange
 from medusa_decoding.decode.compact import compact
 from medusa_decoding.decode.limits import Limits
-from medusa_decoding.decode.lookup import Copied
-from medusa_decoding.decode.policy import Policy
+from medusa_decoding.decode.policy import Policy, StepResult
 from medusa_decoding.decode.prefill import prefill
 from medusa_decoding.decode.propose import places, propose
 from medusa_decoding.decode.state import DecodeState
@@ -58,16 +57,6 @@ def plain_step(
     hidden, states = backbone.forward(tokens, DecodeContext(state.cache, shape.depths, shape.ancestors))
     next_tokens = selector(Nodes(hidden, tokens, shape, noise), backbone.lm_head, state, limits)
     accept(tokens, next_tokens, states, shape, state, limits)
-
-
-class StepResult(NamedTuple):
-    """A finished step, as `Policy.observe` takes it."""
-
-    tree: Tree
-    seconds: float | None
-    committed: Sequence[int]
-    made: bool
-    copied: Sequence[Copied] = ()
 
 
 class Runtime(Protocol):
@@ -143,5 +132,5 @@ def decode_loop(
             policy.grown(state.cache.capacity)
         made = runtime.step(tree)(state, selector, limits)
         for result in runtime.read(tree, bool(made)):
-            policy.observe(*result)
+            policy.observe(result)
     return state

@@ -3,9 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from medusa_decoding.decode.lookup import Copied
 from medusa_decoding.trees.tree import Tree
+
+
+class StepResult(NamedTuple):
+    """A finished step.
+
+    Attributes:
+        tree: what `Policy.choose` returned for it.
+        seconds: how long the device worked on the step, on a CPU without the time that other programs had its core;
+            None if that was not measured.
+        committed: tokens committed by each row that had not ended before the step, the root's included.
+        made: whether the step was compiled or captured within these seconds.
+        copied: of each of these rows, what a copy would have drafted; empty where the host does not follow texts.
+    """
+
+    tree: Tree
+    seconds: float | None
+    committed: Sequence[int]
+    made: bool = False
+    copied: Sequence[Copied] = ()
 
 
 class Policy:
@@ -44,24 +64,8 @@ class Policy:
         """
         raise NotImplementedError
 
-    def observe(
-        self,
-        tree: Tree,
-        seconds: float | None,
-        committed: Sequence[int],
-        made: bool = False,
-        copied: Sequence[Copied] = (),
-    ) -> None:
-        """Learn from a finished step. Steps are reported in the order they were chosen, on a GPU one step late.
-
-        Args:
-            tree: what `choose` returned for it.
-            seconds: how long the device worked on the step, on a CPU without the time that other programs had its core;
-                None if that was not measured.
-            committed: tokens committed by each row that had not ended before the step, the root's included.
-            made: whether the step was compiled or captured within these seconds.
-            copied: of each of these rows, what a copy would have drafted; empty where the host does not follow texts.
-        """
+    def observe(self, step: StepResult) -> None:
+        """Learn from a finished step. Steps are reported in the order they were chosen, on a GPU one step late."""
 
 
 class FixedTree(Policy):

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 import torch
 
 from medusa_decoding.decode.lookup import Repeats
-from medusa_decoding.decode.policy import Policy
+from medusa_decoding.decode.policy import Policy, StepResult
 from medusa_decoding.decode.prefill import PREFILL_CHUNK, prefill_chunks
 from medusa_decoding.decode.runtime.progress import Progress, Watch, hold_copies, matched
 from medusa_decoding.decode.runtime.steps import Steps, is_made
@@ -346,7 +346,8 @@ class Scheduler:
                     committed.append(len(row.new))
                     copied += [] if row.copied is None else [row.copied]
             self.counts.row_steps[launched.tree.num_nodes] += len(committed)
-            launched.policy.observe(launched.tree, progress.work, committed, launched.made, copied)
+            result = StepResult(launched.tree, progress.work, committed, launched.made, copied)
+            launched.policy.observe(result)
 
     def _take(
         self,

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from medusa_decoding.decode.adaptive.policy import ADVANCE, LOSS_SHARE, MOST_RISK, SAVINGS, Adaptive
 from medusa_decoding.decode.adaptive.step_times import Profile, StepTimes
 from medusa_decoding.decode.lookup import Copied
-from medusa_decoding.decode.policy import FixedTree, Policy
+from medusa_decoding.decode.policy import FixedTree, Policy, StepResult
 from medusa_decoding.trees.tree import Tree
 
 LENGTHS = (2, 4, 8, 16)
@@ -132,20 +132,14 @@ class Copying(Policy):
     def _affordable(self, length: int) -> bool:
         return self._costs[length][1] - 1.0 <= self._account
 
-    def observe(
-        self,
-        tree: Tree,
-        seconds: float | None,
-        committed: Sequence[int],
-        made: bool = False,
-        copied: Sequence[Copied] = (),
-    ) -> None:
+    def observe(self, step: StepResult) -> None:
         """Learn from a step; see `Policy`."""
-        for row in copied:
+        tree, seconds, committed = step.tree, step.seconds, step.committed
+        for row in step.copied:
             self.model.observe(row)
         ours = self._copies.get(tree.lookup) is tree
         if not ours:
-            self.others.observe(tree, seconds, committed, made)
+            self.others.observe(step)
         if not committed or seconds is None:
             return
         assert self._profile is not None

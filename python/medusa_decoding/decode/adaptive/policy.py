@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 
 from medusa_decoding.decode.adaptive.acceptance import AcceptanceModel, TreeSet
 from medusa_decoding.decode.adaptive.step_times import Profile, StepTimes
-from medusa_decoding.decode.lookup import Copied
-from medusa_decoding.decode.policy import Policy
+from medusa_decoding.decode.policy import Policy, StepResult
 from medusa_decoding.trees.tree import Tree
 
 LOSS_SHARE = 0.01
@@ -182,19 +181,13 @@ class Adaptive(Policy):
         self._forgone = 0.0
         return best
 
-    def observe(
-        self,
-        tree: Tree,
-        seconds: float | None,
-        committed: Sequence[int],
-        made: bool = False,
-        copied: Sequence[Copied] = (),
-    ) -> None:
+    def observe(self, step: StepResult) -> None:
         """Learn from a step; see `Policy`.
 
         Raises:
             ValueError: a tree that was not chosen next.
         """
+        tree, seconds, committed = step.tree, step.seconds, step.committed
         index = self._index.get(id(tree))
         if not self._unseen or self._unseen[0][0] != index:
             wanted = self.trees[self._unseen[0][0]] if self._unseen else "none"
@@ -204,7 +197,7 @@ class Adaptive(Policy):
             return
         profile = self._profile
         assert profile is not None
-        if made and seconds is not None:
+        if step.made and seconds is not None:
             self.times.making = min(self.times.making or seconds, seconds)
             self._refresh(profile)
         elif seconds is not None and profile.observe(tree.num_nodes, seconds):

@@ -10,8 +10,8 @@ import torch
 
 from medusa_decoding.decode.limits import Limits
 from medusa_decoding.decode.lookup import Repeats
-from medusa_decoding.decode.loop import Step, StepResult
-from medusa_decoding.decode.policy import Policy
+from medusa_decoding.decode.loop import Step
+from medusa_decoding.decode.policy import Policy, StepResult
 from medusa_decoding.decode.propose import places
 from medusa_decoding.decode.runtime.memory import Sizes
 from medusa_decoding.decode.runtime.progress import RowReader, Watch, hold_copies, matched
