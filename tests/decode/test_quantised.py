@@ -383,6 +383,10 @@ def write_quantised(settings, folder, family="qwen2"):
         tensors[f"{name}.scales"] = scales
         if not awq:
             tensors[f"{name}.g_idx"] = groups.to(torch.int32)
+            if linear.bias is None:  # of AutoGPTQ's files all have one
+                linear.bias = torch.nn.Parameter(torch.randn(rows, generator=generator) * name.endswith("o_proj"))
+                tensors[f"{name}.bias"] = linear.bias.detach().half()
+                linear.bias.data = tensors[f"{name}.bias"].float()
     model.config.save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": settings}))

@@ -71,10 +71,10 @@ class PackedQuantizer(HfQuantizer):
                 name = key.removesuffix(".qweight")
                 name = name if name in linears else prefix + name
                 if key.endswith(".qweight") and name in linears:
-                    scales, sorted_by = (tensors.get(key.removesuffix("qweight") + one) for one in ("scales", "g_idx"))
+                    beside = {one for one in ("g_idx", "bias") if key.removesuffix("qweight") + one in tensors}
+                    scales = tensors.get(key.removesuffix("qweight") + "scales")
                     dtype = scales.dtype if scales is not None and isinstance(scales.dtype, torch.dtype) else torch.half
-                    stored = _Stored(linears[name], self.quantization_config, dtype, sorted_by is not None)
-                    model.set_submodule(name, stored)
+                    model.set_submodule(name, _Stored(linears[name], self.quantization_config, dtype, beside))
         if not any(isinstance(module, _Stored) for module in model.modules()):
             raise ValueError("expected quantised weights (qweight) as config.json says, got none")
 
@@ -103,7 +103,7 @@ class _Stored(nn.Module):
     scales: Tensor
     bias: Tensor | None
 
-    def __init__(self, linear: nn.Linear, config: PackedConfig, dtype: torch.dtype, ordered: bool) -> None:
+    def __init__(self, linear: nn.Linear, config: PackedConfig, dtype: torch.dtype, beside: set[str]) -> None:
         super().__init__()
         self.form, self.awq = config.form, config.awq
         self.columns, rows = linear.in_features, linear.out_features
@@ -120,12 +120,15 @@ class _Stored(nn.Module):
             "qzeros": ((groups, rows // 8), torch.int32),
             "scales": ((groups, rows), dtype),
         }
-        if ordered:
+        if "g_idx" in beside:
             shapes["g_idx"] = (self.columns,), torch.int32
+        if "bias" in beside:  # some files have one of zeros where the model has none
+            shapes["bias"] = (rows,), linear.weight.dtype
         for name, (shape, kind) in shapes.items():
             empty = torch.empty(shape, dtype=kind, device="meta")
             self.register_parameter(name, nn.Parameter(empty, requires_grad=False))
-        self.register_parameter("bias", linear.bias)
+        if "bias" not in beside:
+            self.register_parameter("bias", linear.bias)
 
     def packed(self, name: str) -> PackedLinear:
         """Return the layer; `name` is for messages."""
@@ -146,7 +149,8 @@ class _Stored(nn.Module):
             weight = quantised.pack(quantised.values(weight, "int4")[:, order])
         needs_zero = bool((zero != quantised.MIDDLE).any())
         scale = self.scales.detach().T.float().contiguous()
-        return PackedLinear(Projection(weight, self.bias, scale, zero.contiguous() if needs_zero else None), order)
+        bias = self.bias if self.bias is not None and bool(self.bias.any()) else None
+        return PackedLinear(Projection(weight, bias, scale, zero.contiguous() if needs_zero else None), order)
 
 
 def _columns(words: Tensor, places: list[int]) -> Tensor:
