@@ -374,9 +374,10 @@ class MedusaModel:
             stop_strings: a row ends after the token that completes one of these; needs `tokenizer`.
             tokenizer: the model's.
             seed: of sampling; None draws one from torch's CPU generator, which `torch.manual_seed` sets. A row's
-                random numbers depend on the seed and its index only, so in float32 all trees write the same text. In
-                16 bits, logits of trees of different sizes differ by rounding, and texts may part where two tokens are
-                almost equally likely; sampling with "auto" may then differ from call to call.
+                random numbers depend on the seed and its index only, so in float32 (and in bfloat16 on a CPU whose
+                layers are one call) all trees write the same text. In 16 bits elsewhere, logits of trees of different
+                sizes differ by rounding, and texts may part where two tokens are almost equally likely; sampling with
+                "auto" may then differ from call to call.
             return_dict_in_generate: False returns only the sequences.
             metrics: measure counts and times, see `MedusaOutput.metrics`.
             session: keeps this call's cache for the next one, which then prefills only what is new; see `Session`.
