@@ -123,7 +123,6 @@ TIMED = {
     "ops": Stage(("{python} -m pytest benchmarks/ --benchmark-only -q",)),
     "generate": Stage(("bench_generate --prompts 100",)),
     "adaptive": Stage(("bench_adaptive --prompts 60",)),
-    "lookup": Stage(("bench_lookup --prompts 60",)),
     "linear": Stage(("bench_decode_linear",)),
     "prefill-float32": Stage(("bench_prefill --shapes 254M --dtypes float32 --tokens 2048 4096 --rounds 3",)),
     "prefill-bfloat16": Stage(("bench_prefill --shapes 254M --dtypes bfloat16 --tokens 1024 2048 --rounds 3",)),

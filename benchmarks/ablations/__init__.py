@@ -7,7 +7,6 @@
     figure-7          speculative decoding with a draft model (with table 1's row)
     table-3           what each technique adds
     dynamic           trees chosen anew each step against the optimised one, of the same size
-    selector          the parents' term gated by the state, learnt on records with their states
 
 `setup` reads arguments, model and prompts, `measuring` runs ways of decoding in turn, `writing` keeps records and
 pictures; one module per ablation measures and draws. docs/ablations.md has the findings.

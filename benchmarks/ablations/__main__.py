@@ -15,7 +15,7 @@ from medusa_decoding.checkpoints import tuning_paths
 from medusa_decoding.files import write_json
 
 ABLATIONS = ("figure-3b", "figure-4", "figure-5", "figure-7", "table-3", "dynamic")
-APART = ("draft", "selector", "context")
+APART = ("draft",)
 """Those that write no record of their own kind."""
 
 

@@ -59,11 +59,6 @@ def _heads(name: str, loss: Mapping[str, Any] | None = None, **heads: Any) -> Va
     return Variant(name, {"heads": TWO_BLOCKS | heads, "loss": loss or {}})
 
 
-def _steps(name: str, **optimisation: Any) -> Variant:
-    """Return the recipe's heads, which have a root input and a parent term, trained with other steps or rates."""
-    return Variant(name, {"heads": TWO_BLOCKS | {"root_rank": 128, "parent_rank": 64}, "optimisation": optimisation})
-
-
 # Heads and rates of recipes/demo-cpu.yaml in version 0.2.
 _EARLIER = {
     "heads": {"num_layers": 1, "shared_projection": False, "parent_rank": 32},
@@ -84,18 +79,6 @@ HEADS = (
     _heads("root, parents, kl", {"targets": "kl"}, root_rank=128, parent_rank=64),
     Variant("version 0.2", _EARLIER),
 )
-SWEEP = (
-    _heads("both, one block", num_layers=1, root_rank=128, parent_rank=64),
-    _heads("both, three blocks", num_layers=3, root_rank=128, parent_rank=64),
-    _heads("both, own projections", shared_projection=False, root_rank=128, parent_rank=64),
-    _heads("both, one block, own projections", num_layers=1, shared_projection=False, root_rank=128, parent_rank=64),
-    _steps("both, batch 1", batch_size=1, micro_batch_size=1),
-    _steps("both, batch 8", batch_size=8, micro_batch_size=8),
-    _steps("both, batch 24", batch_size=24, micro_batch_size=24),
-    _steps("both, peak 1e-3", learning_rate=1e-3),
-    _steps("both, peak 6e-3", learning_rate=6e-3),
-)
-"""Settings around those of the recipe, trained only if they are asked for (`--first "root and parents"`)."""
 OLDER = (
     Variant("own projections", {}),
     Variant("own, int8", {}, source="own projections", storage="int8"),
@@ -384,8 +367,8 @@ def run_suite(args: argparse.Namespace) -> tuple[str, Figures, str]:
         raise ValueError("--prompts-from is needed for a model of your own")
     if args.quick:
         args.training_prompts, args.prompts, args.new_tokens = 6, 3, 16
-    wanted = chosen((*HEADS, *SWEEP, *OLDER), args.only or [one.name for one in HEADS])
-    first = next(one for one in (*HEADS, *SWEEP, *OLDER) if one.name == args.first)
+    wanted = chosen((*HEADS, *OLDER), args.only or [one.name for one in HEADS])
+    first = next(one for one in (*HEADS, *OLDER) if one.name == args.first)
     variants = [first, *(variant for variant in wanted if variant != first)]
     run = Run(args)
     run.prepare()
@@ -415,6 +398,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     words = f"trees to decode (default: {' '.join(map(str, SIZES))})"
     parser.add_argument("--measured", type=int, nargs="*", choices=SIZES, default=SIZES, help=words)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="setting of all trainings")
-    names = [variant.name for variant in (*HEADS, *SWEEP, *OLDER)]
+    names = [variant.name for variant in (*HEADS, *OLDER)]
     words = "what the others are compared with (default: %(default)s)"
     parser.add_argument("--first", default=HEADS[0].name, choices=names, metavar="VARIANT", help=words)

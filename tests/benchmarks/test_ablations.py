@@ -13,9 +13,8 @@ import pytest
 import torch
 
 from benchmarks.ablations import __main__ as command
-from benchmarks.ablations import context, draft, figure_5, figure_7, measuring, selector, setup, table_3, writing
+from benchmarks.ablations import draft, figure_5, figure_7, measuring, setup, table_3, writing
 from medusa_decoding.demo import CHECKPOINT
-from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.trees.tree import Tree
 from recipes.demo.requests import draw
@@ -211,105 +210,3 @@ def test_a_draft_learns_the_tokens_of_answers_alone(monkeypatch: pytest.MonkeyPa
             total += float((wanted.exp() * (wanted - said)).sum())
     found = draft._train(base, small, texts, settings)
     assert found == {"tokens": tokens, "last_kl": pytest.approx(total / tokens, abs=1e-4)}
-
-
-@pytest.fixture
-def texts(tmp_path: Path) -> tuple[MedusaModel, Path]:
-    """A model whose heads have a parents' term, and a file of records."""
-    torch.manual_seed(0)
-    base = tiny()
-    heads = MedusaHeads(32, 11, 2, shared_projection=True, parent_rank=4, root_rank=4)
-    for weight in heads.parameters():
-        torch.nn.init.normal_(weight, std=0.3)
-    file = tmp_path / "greedy" / "generated" / "records.jsonl"
-    file.parent.mkdir(parents=True)
-    records = [{"input_ids": row.tolist(), "learnt": [[5, len(row)]]} for row in prompts(6, [30, 41, 27])]
-    file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return MedusaModel(base, heads.eval()), file
-
-
-def test_texts_are_read_and_ranked_as_steps_do(texts: tuple[MedusaModel, Path]) -> None:
-    model, file = texts
-    found, trunk = selector.read([file], model, [1]), selector.Trunk(model)
-    assert model.heads is not None
-    ranks = selector.ranked(trunk, {"own": selector.Term(trunk.heads, selector.Way(None))}, found, found.prompts)
-    for record, answer, [path] in zip(file.read_text().splitlines(), found.prompts, ranks["own"].texts, strict=True):
-        ids = json.loads(record)["input_ids"]
-        made = model.backbone.causal_lm.model(torch.tensor([ids]), output_hidden_states=True)
-        rows = slice(answer.start - 4, answer.stop + 1)
-        assert torch.allclose(found.states[rows], made.last_hidden_state[0], atol=1e-5)
-        assert torch.allclose(
-            found.features[rows, :32], torch.nn.functional.rms_norm(made.hidden_states[1][0], [32]), atol=1e-4
-        )
-        assert found.later[answer].tolist() == [[*ids[5 + i : 8 + i], -1, -1][:3] for i in range(len(answer))]
-        for i, of_heads in enumerate(path):
-            root, later = ids[5 + i], [*ids[6 + i : 8 + i], -1][:2]
-            children = model.heads.propose_children(
-                made.last_hidden_state[:, 4 + i], torch.tensor([root]), 10, model.backbone.lm_head,
-                root_embedding=model.backbone.embed_tokens(torch.tensor([root])),
-            )  # fmt: skip
-            for head, (before, token) in enumerate(zip([root, *later], later, strict=False)):
-                parent = 0 if head == 0 else children.tokens[0, 0].tolist().index(before)
-                order = children.tokens[0, head][children.order[0, head, parent]].tolist()
-                assert of_heads[head] == (order.index(token) if token in order else -1)
-
-
-def test_gradients_are_of_the_divergence_from_later_states(texts: tuple[MedusaModel, Path]) -> None:
-    model, file = texts
-    found, trunk = selector.read([file], model), selector.Trunk(model)
-    rows = torch.cat([selector.stretches(one) for one in found.prompts]).flatten()
-    _, targets = trunk.tokens(found, rows)
-    logits, weights = torch.randn(*targets.shape, 11, requires_grad=True), torch.rand(targets.shape) * (targets != -1)
-    later = (rows + torch.tensor([[1], [2]])).clamp(max=len(found.states) - 1)
-    taught = model.backbone.lm_head(found.states[later]).softmax(-1)
-    kl = torch.nn.functional.kl_div(logits.log_softmax(-1), taught, reduction="none").sum(-1)
-    [expected] = torch.autograd.grad((kl * weights).sum(), logits)
-    assert torch.allclose(selector.gradient(logits, trunk.taught(found, rows), weights), expected, atol=1e-6)
-
-
-def test_attention_sees_the_last_positions_of_its_own_text(
-    texts: tuple[MedusaModel, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, file = texts
-    monkeypatch.setattr(context, "WINDOW", 9)
-    found = selector.read([file], model, [0, 1])  # and the last one
-    reader = context.Reader(selector.Trunk(model), "attention")
-    layer, answer = reader.addition, found.prompts[1]
-    assert isinstance(layer, context.Attention)
-    torch.nn.init.normal_(layer.out.weight)
-    rows = selector.stretches(answer)
-    added = reader.inputs(found, rows.flatten()) - found.states[rows.flatten()]
-    for row, one in zip(rows.flatten().tolist(), added, strict=True):
-        if row == answer.stop - 1:
-            break
-        seen = found.features[max(answer.start - 4, row - 8) : row + 1]
-        key, value = (half.unflatten(-1, (4, 8)) for half in layer.keys(seen).chunk(2, -1))
-        scores = torch.einsum("hd,thd->ht", layer.query(seen[-1]).view(4, 8), key) / 8**0.5
-        shares = (scores + layer.bias[:, : len(seen)].flip(1)).softmax(-1)
-        assert torch.allclose(one, layer.out(torch.einsum("ht,thd->hd", shares, value).flatten()), atol=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["selector", "context"])
-def test_ways_start_equal_and_learn(
-    name: str, texts: tuple[MedusaModel, Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model, file = texts
-    one: Any = command.module(name)
-    monkeypatch.setattr(selector.harness, "write_record", lambda name, record: records.append((name, record)))
-    monkeypatch.setattr(selector, "load", lambda _: model)
-    monkeypatch.setattr(selector, "timed", lambda ways, inputs: {way: {} for way in ways if ways[way](inputs[0])})
-    monkeypatch.setattr(context, "timed", selector.timed)
-    given = ["--records", str(file), "--judged", str(file), "--held-out", "3", "--positions", "64", "--seeds", "0"]
-    records: list[Any] = []
-    with pytest.raises(SystemExit, match="2"):
-        command.main([name, *given, "--positions", "100"])
-    assert "--positions: expected a multiple of 32, got 100" in capsys.readouterr().err
-    for steps, rate in (("1", "1e-30"), ("9", "0.05")):
-        assert command.main([name, *given, "--steps", steps, "--rate", rate]) == 0
-    (first, record), (_, learnt) = records
-    ways = record["ways"]["greedy"]
-    assert (first, list(ways), list(record["cost"])) == (name, list(one.WAYS), list(one.WAYS))
-    assert all(ways[way] == ways[selector.CONTROL] for way in one.WAYS)
-    by_seed = {way: found["by_seed"] for way, found in learnt["ways"]["greedy"].items()}
-    assert by_seed["as it is"] == ways["as it is"]["by_seed"] != by_seed[selector.CONTROL]
