@@ -243,6 +243,31 @@ def published(plt: Any, record: Record, path: Path) -> None:
     plot._save(plt, figure, f"{texts}. {_conditions(record)}", path)
 
 
+SETS = {"human_eval": "HumanEval", "gsm8k": "GSM8K", "dev": "chat"}
+
+
+def categories(plt: Any, record: Record, path: Path) -> None:
+    """Draw speedups over plain decoding by category of MT-Bench and by other set, as the paper's figure 3 does."""
+    [dtype] = record["settings"]["dtypes"]
+    names = [name for name in record["groups"] if name not in ("all", "mt_bench", *SETS)]
+    groups = {name: record["groups"][name]["ways"] for name in (*names, *SETS)}
+    figure, panel = plt.subplots(figsize=(10, 3.4), layout="constrained")
+    for place, name in enumerate(("heads", "auto, no heads", "heads, auto")):
+        over = [ways[f"{dtype}/{name}"]["over"][f"{dtype}/plain"] for ways in groups.values()]
+        values = [one["value"] for one in over]
+        ends = [[abs(one[end] - one["value"]) for one in over] for end in ("low", "high")]
+        places = [x + 0.27 * (place - 1) for x in range(len(groups))]
+        style = {"color": COLOURS[place], "error_kw": {"linewidth": 0.8}, "label": PUBLISHED[name]}
+        panel.bar(places, values, 0.25, yerr=ends, **style)
+    panel.axhline(1, color="black", linewidth=0.8)
+    panel.set_xticks(range(len(groups)), [SETS.get(name, name) for name in groups], fontsize=8)
+    panel.set(ylabel="times plain decoding")
+    panel.grid(axis="y", alpha=0.3)
+    figure.legend(loc="outside upper center", ncols=3, fontsize=8)
+    texts = f"SmolLM2-135M-Instruct, {dtype}, {record['groups']['all']['texts']} answers; 95 % intervals over prompts"
+    plot._save(plt, figure, f"{texts}. {_conditions(record)}", path)
+
+
 SERVED = ("medusa", "plain", "transformers, continuous batching", "transformers")
 
 
@@ -310,7 +335,7 @@ def draw(out: Path) -> list[Path]:
     out.mkdir(parents=True, exist_ok=True)
     gpu = plot.read(H200)
     names = ("one-step", "step-cost", "heads-cost", "generations", "head-kinds", "predicted-steps", "large-models")
-    names += ("serve-load", "published-model")
+    names += ("serve-load", "published-model", "by-category")
     files = [out / f"{name}.svg" for name in names]
     one_step(plt, files[0])
     step_cost(plt, gpu, files[1])
@@ -321,6 +346,7 @@ def draw(out: Path) -> list[Path]:
     large_models(plt, records_of("models"), files[6])
     serve_load(plt, [records_of("serve")[-1], records_of("serve-large")[-1]], files[7])
     published(plt, records_of("published")[-1], files[8])
+    categories(plt, records_of("published-sets")[-1], files[9])
     return files
 
 
