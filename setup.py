@@ -31,7 +31,7 @@ CXX_FLAGS = "-std=c++17 -O3 -fPIC -fvisibility=hidden -Wall -Wextra"
 NVCC_FLAGS = "-std=c++17 -O3 -cudart static -Xcompiler=-fPIC,-fvisibility=hidden"
 
 # csrc/cpu/isa.cpp is compiled once per instruction set, each of which has the one before it.
-AVX2_FLAGS = "-mavx2 -mfma -mf16c"
+AVX2_FLAGS = "-mavx2 -mfma"
 AVX512_FLAGS = f"{AVX2_FLAGS} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mprefer-vector-width=512"
 ISA_FLAGS = {
     "base": "",

@@ -31,13 +31,7 @@ def cuda_library() -> ctypes.CDLL | None:
 
 
 def why_missing(kind: Kind) -> str:
-    """Return in one sentence why a library is missing, or "" if it is loaded.
-
-    Raises:
-        ValueError: if `kind` is neither "cpu" nor "cuda".
-    """
-    if kind not in ("cpu", "cuda"):
-        raise ValueError(f"kind: expected 'cpu' or 'cuda', got {kind!r}")
+    """Return in one sentence why a library is missing, or "" if it is loaded."""
     return _load(LIBRARY_FOLDER, kind)[1]
 
 

@@ -206,6 +206,7 @@ def decoder_layers(
     sets = (nodes, words) if ancestors.dim() == 2 else (batch, nodes, words)
     _checks.typed("ancestors", ancestors, sets, torch.int64, "hidden", hidden)
     _checks.require(len(windows) == count, "windows", f"{count}, one per layer", len(windows))
+    _checks.require(min(windows, default=0) >= 0, "windows", "numbers of positions, or 0 for none", windows)
     rotated = cos.shape[-1]
     fits = 0 < rotated <= head_dim and rotated % 2 == 0
     _checks.require(fits, "cos", f"an even number of columns up to the head size {head_dim}", rotated)

@@ -41,10 +41,10 @@ FP4 = tuple(sign * value / 12 for sign in (1, -1) for value in (0, 0.0625, 8, 12
 TABLES = {"nf4": NF4, "fp4": FP4}
 MIDDLE = 8
 """The zero point of int4 codes without zero points."""
-LARGEST_ZERO = 16
-"""The largest zero point: GPTQ stores it less 1."""
 GROUP_MULTIPLE = 16
 DYNAMIC_GROUP_MULTIPLE = 32
+MOST_DYNAMIC = 131_071
+"""Products of two numbers from -128 to 127 whose sum is an int32 in any case."""
 
 BYTES = (torch.int8, torch.float8_e4m3fn)
 """The dtypes of weights with a scale per row."""
@@ -90,6 +90,8 @@ def check(
         _checks.shape(name, weight, shape)
         _checks.typed(of_scale, scale, weight.shape[:-1], torch.float32, like, other)
         _checks.require(zero is None, of_zero, "None with a scale per row", "zero points")
+        fits = codes != "dynamic" or weight.shape[-1] <= MOST_DYNAMIC
+        _checks.require(fits, name, f"at most {MOST_DYNAMIC} columns beside rounded activations", weight.shape[-1])
         return
     assert isinstance(size, int)
     _checks.shape(name, weight, (*outer, size // 2))

@@ -128,9 +128,15 @@ struct Sequence {
   typename A::T* out;   // [nodes, heads, head_dim]
 
   int64_t words() const { return blocks(a.nodes, 64); }
+
+  // Word w of a node's ancestors, without bits beyond the last node.
+  uint64_t seen(int64_t node, int64_t w) const {
+    const auto word = static_cast<uint64_t>(ancestors[node * words() + w]);
+    return w * 64 + 64 <= a.nodes ? word : word & ((uint64_t(1) << a.nodes % 64) - 1);
+  }
   int64_t depth(int64_t node) const {
     int64_t count = -1;
-    for (int64_t w = 0; w < words(); ++w) count += __builtin_popcountll(static_cast<uint64_t>(ancestors[node * words() + w]));
+    for (int64_t w = 0; w < words(); ++w) count += __builtin_popcountll(seen(node, w));
     return count;
   }
 
@@ -183,7 +189,7 @@ struct Sequence {
     for (int64_t i = 0; i < count; ++i) {
       const int64_t node = (first + i) / group, head = kv_head * group + (first + i) % group;
       prepare<W, A>(rows + (node * all_heads + head) * dim, 1, dim, queries + i * vectors);
-      top[i] = -1e30f;
+      top[i] = -__FLT_MAX__;
       total[i] = 0.0f;
       if (depth(node) > deepest) deepest = depth(node);
     }
@@ -293,7 +299,7 @@ struct Sequence {
   void each_ancestor(int64_t node, const Run& run) const {
     int64_t at = 0;
     for (int64_t w = 0; w < words(); ++w) {
-      for (auto left = static_cast<uint64_t>(ancestors[node * words() + w]); left != 0; left &= left - 1) {
+      for (uint64_t left = seen(node, w); left != 0; left &= left - 1) {
         run(w * 64 + __builtin_ctzll(left), at++);
       }
     }

@@ -37,14 +37,6 @@ MEDUSA_INLINE void store(void* to, V v) {
   __builtin_memcpy(to, &v, sizeof(V));
 }
 
-// The first `bytes` bytes, then zeros.
-template <class V>
-MEDUSA_INLINE V load_part(const void* from, int64_t bytes) {
-  V v{};
-  __builtin_memcpy(&v, from, static_cast<size_t>(bytes));
-  return v;
-}
-
 // The number of each lane.
 MEDUSA_INLINE I lane_number() {
   I at;

@@ -97,7 +97,9 @@ struct Float8Weight : OneTable {
   static constexpr int kParts = 1, kStep = kLanes, kStepBytes = kLanes;
   static MEDUSA_INLINE F part(const char* w, int, Table) {
     const I bits = widened<false>(w), size = bits & 0x7f;
-    const F value = reinterpret_cast<F>(size << 20) * 0x1p120f;
+    // Sizes below 8 have no exponent; as floats they would be denormal numbers, which a thread may take for zeros.
+    const F small = __builtin_convertvector(size, F) * 0x1p-9f, large = reinterpret_cast<F>((size << 20) + (120 << 23));
+    const F value = size < 8 ? small : large;
     const F number = size == 0x7f ? all(__builtin_nanf("")) : value;
     return reinterpret_cast<F>(reinterpret_cast<I>(number) | (bits & 0x80) << 24);
   }
@@ -212,7 +214,7 @@ struct Integers4 {
 };
 
 // Forms whose products are of integers: tokens are rounded to 8 bits when they are prepared ("dynamic" in quantised.py).
-// Sums of up to 131,071 columns fit in 32 bits.
+// Sums of up to 131,071 columns, quantised.MOST_DYNAMIC, fit in 32 bits.
 struct OfIntegers {};
 typedef int16_t S __attribute__((vector_size(kBytes)));
 typedef int8_t Bytes __attribute__((vector_size(kBytes / 2)));

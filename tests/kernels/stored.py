@@ -43,6 +43,6 @@ def make(kind: str, shape: tuple[int, ...], group: int) -> Stored:
         return Stored(weight, (torch.rand(outer) + 0.5) / size**0.5 * (1 / 64 if kind == "int8" else 32), None, "int4")
     groups = (*outer, size // (group or size))
     scale = (torch.rand(groups) + 0.5) / size**0.5 * (1 / 6 if kind in ("int4", "zeros") else 2)
-    zero = torch.randint(0, quantised.LARGEST_ZERO + 1, groups, dtype=torch.uint8) if kind == "zeros" else None
+    zero = torch.randint(0, 17, groups, dtype=torch.uint8) if kind == "zeros" else None
     codes = "int4" if kind == "zeros" else kind
     return Stored(quantised.pack(torch.randint(0, 16, shape), codes), scale, zero, codes)

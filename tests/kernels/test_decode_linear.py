@@ -308,6 +308,16 @@ def test_factor_of_products(device: str, rows: int, dtype: torch.dtype) -> None:
         check_stored(kind, make(rows, 384, (33, 20), biases=(True, False), **options) | factor, parts=2)
 
 
+def test_small_numbers_of_fp8_are_no_zeros_where_denormal_floats_are() -> None:
+    codes = torch.arange(64, dtype=torch.uint8).view(torch.float8_e4m3fn)[None]  # 1 to 7 are below the least exponent
+    try:
+        torch.set_flush_denormal(True)
+        got = decode_linear(torch.eye(64), [codes], scales=[torch.ones(1)])
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(got[:, 0], codes[0].float())
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", [1, 16, 32, 64])
@@ -477,6 +487,15 @@ BAD = {
 
 I8, SCALE = torch.zeros(5, 4, dtype=torch.int8), torch.ones(5)
 BAD |= {
+    "dynamic-columns": (
+        {
+            "x": torch.zeros(1, 2**17),
+            "weights": [torch.zeros(1, 2**17).char()],
+            "scales": [SCALE[:1]],
+            "codes": "dynamic",
+        },
+        r"weights\[0\]: expected at most 131071 columns beside rounded activations, got 131072",
+    ),
     "int8-without-scales": ({"weights": [I8]}, r"weights\[0\]: expected dtype float32 like x, got int8"),
     "scales-count": ({"weights": [I8], "scales": [SCALE] * 2}, "scales: expected 1, one per weight, got 2"),
     "scales-mixed": ({"weights": [I8, W], "scales": [SCALE, SCALE]}, r"weights\[1\]: expected dtype int8"),

@@ -264,6 +264,13 @@ def test_layers_of_other_families_match_fp64(device: str, family: str, dtype: to
     check(case, within_twice=assert_typical_error_within_twice)
 
 
+def test_ancestors_beyond_the_last_node_are_ignored(device: str) -> None:
+    case = make(9, [70], device=device)
+    expected, _ = run(case)
+    beyond = case | {"ancestors": case["ancestors"] | (-1 << 9)}
+    assert torch.equal(run(beyond)[0], expected)
+
+
 @NO_BF16
 def test_norms_with_an_offset_are_rounded_once(device: str) -> None:
     """In bfloat16: an error of fp32 may decide where the exact product lies between two numbers."""
@@ -405,6 +412,7 @@ BAD = {
     "depths-shape": ({"depths": torch.zeros(3, 5).int()}, r"depths: expected shape \[2, 5\]"),
     "ancestors-shape": ({"ancestors": torch.zeros(5, 2).long()}, r"ancestors: expected shape \[5, 1\]"),
     "windows": ({"windows": [0]}, "windows: expected 2, one per layer, got 1"),
+    "window": ({"windows": [0, -1]}, r"windows: expected numbers of positions, or 0 for none, got \[0, -1\]"),
     "weights": ({"weights": [torch.zeros(40)]}, "weights: expected 19 tensors, as forms has, got 1"),
     "activation": ({"activation": "relu"}, "activation: expected silu or gelu_tanh, got relu"),
     "softcap": ({"softcap": 0.0}, "softcap: expected a positive number or None, got 0.0"),
