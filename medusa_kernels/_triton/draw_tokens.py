@@ -91,7 +91,7 @@ def _draw_tokens_kernel(
     fp32, each thread's in the order of ids, then across threads. The results are tokens and best [B, N].
     """
     i_row = tl.program_id(0)
-    i_b, i_n = (i_row // nodes).to(tl.int64), i_row % nodes
+    i_b, i_n = (i_row // nodes).to(tl.int64), (i_row % nodes).to(tl.int64)
     logits += i_b * stride_logits_b + i_n * stride_logits_n
     b_peak = tl.full((BLOCK_V,), -float("inf"), tl.float32)
     for first in range(0, vocabulary, BLOCK_R * BLOCK_V):

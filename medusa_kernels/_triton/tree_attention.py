@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import triton
 
+from medusa_kernels import _checks
 from medusa_kernels._triton import launch
 from medusa_kernels._triton.launch import OPTIONS, Warps, describe, on_device
 from medusa_kernels._triton.tree_attention_configs import Config, configuration
@@ -20,6 +21,9 @@ from medusa_kernels._triton.tree_attention_kernels import attend_kernel, merge_k
 
 MOST_WAVES = 4
 """How many times as many programs as run at once may be planned. Shares are planned for all rows of the cache."""
+
+MOST_HEAD_DIM = 256
+"""Numbers of a head that fit into shared memory, with blocks of keys and values."""
 
 MERGE_CHUNK = 8
 """Shares that the merge loads at once."""
@@ -93,6 +97,9 @@ def tree_attention(
     out = q.new_empty(q.shape)
     if out.numel() == 0:
         return out
+    _checks.require(head_dim <= MOST_HEAD_DIM, "q", f"heads of at most {MOST_HEAD_DIM}", head_dim)
+    apart = max(k_cache.stride(2), v_cache.stride(2))  # offsets in a block of rows are int32
+    _checks.require(apart < 2**24, "k_cache, v_cache", "rows less than 2**24 numbers apart", apart)
     device = describe(q.device)
     eight_bits = k_cache.dtype == torch.int8
     config = configuration(

@@ -162,8 +162,9 @@ def project_kernel(
             # [BLOCK_M, BLOCK_V]
             b_noise = tl.load(p_noise + (first + o_v)[None, :], mask=m_noise[:, None] & m_v[None, :], other=0.0)
             b_score = b_x + b_noise
+        b_score = tl.where(b_score != b_score, float("inf"), b_score)  # NaN is the largest, as PyTorch orders it
         b_top = tl.max(b_score, 1)
-        # The lowest of equal scores; masked columns come last. If all are NaN, none is equal: any id in the vocabulary.
+        # The lowest of equal scores; masked columns come last.
         b_id = tl.min(tl.where(b_score == b_top[:, None], (first + o_v)[None, :], vocabulary - 1), 1)
         b_best = tl.maximum(b_best, packed(ordered(b_top), b_id))
         if STATS:
@@ -299,7 +300,8 @@ def likeliest(
     for part, of_scale, of_zero in zip(*stored, strict=False):
         logits = linear(states, dequantised(part, of_scale, of_zero, codes).to(states.dtype))
         high, index = scaled_logits(logits, divisor, softcap).max(-1)
-        tokens = torch.where(high > best, index + first, tokens) if first else index
+        # PyTorch takes NaN for the largest, also in `maximum`.
+        tokens = torch.where((high > best) | (high.isnan() & ~best.isnan()), index + first, tokens) if first else index
         best, first = torch.maximum(high, best) if first else high, first + len(part)
     return tokens.view(hidden.shape[:2])
 

@@ -303,25 +303,6 @@ def test_a_row_outside_of_the_noise_counts_as_zeros(device: str) -> None:
     assert torch.equal(tree_verify(**case, temperature=2.0, noise=noise, noise_rows=rows)[0], tree_verify(**case)[0])
 
 
-def test_samples_follow_the_softmax(device: str) -> None:
-    """20,000 samples: each frequency within 4 standard errors of its probability."""
-    logits, count = torch.tensor([1.0, 0.0, 2.5, -1.0]), 20_000
-    noise = gumbel(1, count, 4).to(device)
-    hidden, candidates = torch.ones(1, count, 1), torch.zeros(1, count, dtype=torch.int64)
-    tokens = tree_verify(
-        hidden.to(device),
-        logits[:, None].to(device),
-        candidates.to(device),
-        temperature=1.5,
-        noise=noise,
-        want_stats=False,
-    )[0]
-    weights = [math.exp(x / 1.5) for x in logits.tolist()]
-    for token, weight in enumerate(weights):
-        p = weight / sum(weights)
-        assert abs((tokens == token).double().mean().item() - p) < 4 * math.sqrt(p * (1 - p) / count)
-
-
 def test_tokens_are_the_same_without_statistics(device: str) -> None:
     case = make(2, 5, 16, 50, device=device)
     full, bare = tree_verify(**case), tree_verify(**case, want_stats=False)
@@ -362,6 +343,7 @@ def test_the_likeliest_of_parts_is_in_the_vocabulary(kind: str, monkeypatch: pyt
         spoilt[rows] = not_finite(kind, torch.float32)
         tokens = kernels.likeliest(hidden, spoilt)
         assert ((tokens >= 0) & (tokens < 100)).all()
+        assert kind != "nan" or (tokens == range(100)[rows][0]).all()
 
 
 def test_pytorch_multiplies_only_for_many_16_bit_nodes_without_noise(
@@ -493,6 +475,7 @@ def test_ids_stay_in_the_vocabulary(device: str, dtype: torch.dtype, kind: str, 
         case["weight"][rows] = bad
         token, logsumexp = tree_verify(**case)[:2]
         assert ((token >= 0) & (token < vocabulary)).all()
+        assert kind != "nan" or (token == range(vocabulary)[rows][0]).all()  # the largest, as in PyTorch
         # Sampling and typical acceptance detect it in the log-sum-exp.
         assert not logsumexp.isfinite().any() or kind.endswith("inf")
         assert torch.equal(tree_verify(**case, want_stats=False)[0], token)
