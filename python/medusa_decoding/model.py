@@ -29,7 +29,14 @@ from medusa_decoding.checkpoints import (
 )
 from medusa_decoding.checkpoints.accuracies import Accuracies, default_accuracies, find_accuracies
 from medusa_decoding.checkpoints.pretrained import stated_sizes
-from medusa_decoding.checkpoints.reading import HUB_FILES, fetch_folder, is_plain, stated_base_model, without_heads
+from medusa_decoding.checkpoints.reading import (
+    HUB_ARGUMENTS,
+    HUB_FILES,
+    fetch_folder,
+    is_plain,
+    stated_base_model,
+    without_heads,
+)
 from medusa_decoding.checks import shown
 from medusa_decoding.decode.adaptive.acceptance import TreeSet, sizes_for
 from medusa_decoding.decode.adaptive.copying import Copying
@@ -169,9 +176,11 @@ class MedusaModel:
         older = hf_kwargs.pop("torch_dtype", None)  # transformers ignores it next to `dtype`
         dtype = older if dtype == "auto" and older is not None else dtype
         placed = {"dtype": dtype, "device_map": device_map, **hf_kwargs}
-        sizes = _sizes_of_loaded(base_model, placed) if isinstance(base_model, nn.Module) else {}
+        rounds = activation_dtype is not None
+        sizes = _sizes_of_loaded(base_model, placed, rounds) if isinstance(base_model, nn.Module) else {}
         gguf = hf_kwargs.get("gguf_file")
-        folder = fetch_folder(heads, None, "heads", [*HUB_FILES, *([] if gguf is None else [gguf])])
+        hub = {name: hf_kwargs[name] for name in HUB_ARGUMENTS if name in hf_kwargs}
+        folder = fetch_folder(heads, None, "heads", [*HUB_FILES, *([] if gguf is None else [gguf])], **hub)
         if is_plain(folder, gguf):
             if base_model is not None and str(base_model) not in (str(heads), str(folder)):
                 raise ValueError(f"base_model: expected none, because {without_heads(folder)}, got {shown(base_model)}")
@@ -187,7 +196,7 @@ class MedusaModel:
         named = found if base_model is None else base_model
         if isinstance(named, (str, Path)) and (base_model is not None or os.path.exists(named)):
             revision = hf_kwargs.get("revision") or (recorded if str(named) == found else None)
-            sizes = stated_sizes(str(named), revision)
+            sizes = stated_sizes(str(named), revision, **hub)
         checkpoint = read_heads(folder, hidden_size=sizes.get("hidden_size"), vocab_size=sizes.get("vocab_size"))
         if isinstance(base_model, nn.Module):
             return cls.from_checkpoint(base_model, checkpoint, tree, backend, cache_dtype, activation_dtype)
@@ -619,9 +628,9 @@ class MedusaModel:
         tree.check_fits(self.heads.num_heads, min(MAX_TOP_K, self.heads.num_candidates))
 
 
-def _sizes_of_loaded(base: nn.Module, given: dict[str, Any]) -> dict[str, int]:
+def _sizes_of_loaded(base: nn.Module, given: dict[str, Any], rounds: bool) -> dict[str, int]:
     """Return the sizes of a loaded model; raise `ValueError` if it is unsupported, or for arguments of loading."""
-    backbone = Backbone(base)
+    backbone = Backbone(base, rounds)
     backbone.undo()
     if given["dtype"] in ("auto", backbone.dtype, str(backbone.dtype).removeprefix("torch.")):
         given = given | {"dtype": None}

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from medusa_decoding import MedusaModel, Tree
@@ -35,11 +35,24 @@ IDS = torch.tensor([[50, 60, 70, 80]])
 
 def permuted(weight: Any, heads: int) -> Any:
     """Put the rows of q_proj or k_proj into llama.cpp's order."""
-    rows, columns = weight.shape
-    return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
+    rows, *columns = weight.shape
+    return weight.reshape(heads, 2, rows // heads // 2, *columns).swapaxes(1, 2).reshape(weight.shape)
 
 
-def write(file: Path, rope: Mapping[str, Any] | None = None, **sizes: int) -> Path:
+def with_biases(base: Any) -> Any:
+    """Return the model with biases in all linear layers."""
+    config = copy.deepcopy(base.config)
+    config.attention_bias = config.mlp_bias = True
+    biased = LlamaForCausalLM(config).eval()
+    biased.load_state_dict(base.state_dict(), strict=False)
+    torch.manual_seed(0)
+    for name, parameter in biased.named_parameters():
+        if name.endswith(".bias"):
+            torch.nn.init.normal_(parameter, std=0.1)
+    return biased
+
+
+def write(file: Path, rope: Mapping[str, Any] | None = None, biases: bool = False, **sizes: int) -> Path:
     """Write the demo's base model as a GGUF file in float32, with its tokenizer and chat template."""
     base = AutoModelForCausalLM.from_pretrained(CHECKPOINT / "base", dtype=torch.float32)
     config, tokenizer = base.config, json.loads((CHECKPOINT / "base" / "tokenizer.json").read_text())
@@ -61,19 +74,23 @@ def write(file: Path, rope: Mapping[str, Any] | None = None, **sizes: int) -> Pa
     writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
     writer.add_chat_template("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
     rope = rope or {}
-    if "factor" in rope and rope["rope_type"] != "llama3":
+    if rope.get("rope_type") == "linear, of 2023":
+        writer.add_float32("llama.rope.scale_linear", rope["factor"])
+    elif "factor" in rope and rope["rope_type"] != "llama3":
         writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
         writer.add_rope_scaling_factor(rope["factor"])
     if rope.get("rope_type") == "yarn":
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
     if rope.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", divisors(config, rope))
+    if biases:
+        base = with_biases(base)
     for name, tensor in base.state_dict().items():
         weight, new = tensor.numpy(), NAMES.get(name)
         if new is None:
             _, _, layer, rest = name.split(".", 3)
-            kind = rest.removesuffix(".weight")
-            new = f"blk.{layer}.{NAMES[kind]}.weight"
+            kind, _, part = rest.rpartition(".")
+            new = f"blk.{layer}.{NAMES[kind]}.{part}"
             heads = {"self_attn.q_proj": config.num_attention_heads, "self_attn.k_proj": config.num_key_value_heads}
             weight = permuted(weight, heads[kind]) if kind in heads else weight
         writer.add_tensor(new, weight.copy())
@@ -160,6 +177,21 @@ def test_scaled_rotary_embeddings_are_read(tmp_path: Path, rope: dict[str, Any])
     original.model.rotary_emb = LlamaRotaryEmbedding(original.config)
     torch.testing.assert_close(loaded(IDS).logits, original(IDS).logits)
     torch.testing.assert_close(loaded.model.rotary_emb.inv_freq, original.model.rotary_emb.inv_freq, rtol=1e-5, atol=0)
+
+
+def test_linear_scaling_is_read_from_older_files(tmp_path: Path) -> None:
+    older = write(tmp_path / "model.gguf", {"rope_type": "linear, of 2023", "factor": 2.0})
+    config, _ = pretrained.read_config(older)
+    assert config.rope_parameters == {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
+
+
+def test_biases_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = pretrained.load_model(write(tmp_path / "model.gguf", biases=True), dtype=torch.float32)
+    original = with_biases(AutoModelForCausalLM.from_pretrained(CHECKPOINT / "base", dtype=torch.float32))
+    torch.testing.assert_close(loaded(IDS).logits, original(IDS).logits)
+    monkeypatch.setitem(NAMES, "mlp.up_proj", "exp_probs_b")  # a name that Llama's layers do not have
+    with pytest.raises(ValueError, match="expected only biases that llama models have, got also those of exp_probs_b"):
+        pretrained.load_model(write(tmp_path / "other.gguf", biases=True))
 
 
 def test_another_scaling_of_frequencies_is_refused(tmp_path: Path) -> None:

@@ -116,8 +116,11 @@ def test_what_may_not_be_uploaded_is_not(api: Any, argv: list[str], tmp_path: Pa
     api.more = ["model-00001-of-00002.safetensors"]
     assert main([*argv, "--yes"]) == 2
     assert "repo_id: expected a repository of heads alone, or a new one, got me/heads" in capsys.readouterr().err
+    api.more = []
+    assert main([*argv, "--yes", "--license", "mit"]) == 2  # which the card, looked at before, does not have
+    assert "README.md: expected a card for me/heads, and no --license now" in capsys.readouterr().err
     assert api.created == []
-    api.status, api.more = 401, []
+    api.status = 401
     assert main([*argv, "--overwrite", "--yes"]) == 2
     assert "me/heads: the upload failed: log in with `hf auth login`, or set HF_TOKEN" in capsys.readouterr().err
     assert api.commits == []

@@ -13,6 +13,7 @@ import torch
 from huggingface_hub.utils._paths import filter_repo_objects
 from safetensors.torch import save_file
 
+from medusa_decoding import MedusaModel
 from medusa_decoding.checkpoints import find_base_model, read_heads
 
 FILES = ["medusa_lm_head.safetensors", "medusa_lm_head.pt"]
@@ -195,7 +196,7 @@ class TestHub:
     def test_only_config_and_weights_are_fetched(
         self, paper_tensors: MakeTensors, write_paper_folder: WriteFolder, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        folder = write_paper_folder(paper_tensors(4))
+        folder = write_paper_folder(paper_tensors(4), {})
         calls = []
 
         def download(repo: str, **kwargs: Any) -> str:
@@ -203,6 +204,9 @@ class TestHub:
             return str(folder)
 
         monkeypatch.setattr("medusa_decoding.checkpoints.reading.snapshot_download", download)
+        with pytest.raises(ValueError, match="base_model: expected"):  # the heads name none
+            MedusaModel.from_pretrained("someone/heads", token="hf_1", cache_dir="there")
+        assert (calls[0][1]["token"], calls.pop()[1]["cache_dir"]) == ("hf_1", "there")
         read = read_heads("someone/heads", revision="v1")
         assert read.heads.num_heads == 4
         assert read.path == folder
@@ -213,6 +217,8 @@ class TestHub:
             "config.json",
             "medusa_lm_head.pt",
             "medusa_lm_head.safetensors",
+            "model-00001-of-00002.safetensors",
+            "consolidated.safetensors",
             "pytorch_model-00001-of-00002.bin",
             "modeling_medusa.py",
             "optimizer.pt",
@@ -223,6 +229,10 @@ class TestHub:
             held, allow_patterns=kwargs["allow_patterns"], ignore_patterns=kwargs["ignore_patterns"]
         )
         assert list(fetched) == held[:4]
+        (folder / "medusa_lm_head.safetensors").rename(folder / "pytorch_model.bin")
+        with pytest.raises(ValueError, match=r"pytorch_model\.bin: expected a PyTorch file"):
+            read_heads("someone/heads")
+        assert "pytorch_model*.bin" in calls[-1][1]["allow_patterns"]
 
     def test_an_unreachable_hub_is_reported(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def download(repo: str, **kwargs: object) -> str:

@@ -607,6 +607,7 @@ def test_inputs_of_quantised_layers_are_rounded_if_asked(name, config, folder):
         torch.testing.assert_close(layers[0](x), layers[1](x), rtol=1e-5, atol=1e-5)
         with pytest.raises(ValueError, match=r"activation_dtype: expected .int8. like another .* got None"):
             MedusaModel(model)
+        MedusaModel.from_pretrained(heads, model, activation_dtype="int8").undo()
         copied = copy.deepcopy(medusa)
         assert copied.activation_dtype == "int8"
     for row, text in zip(ROWS, found, strict=True):
@@ -743,7 +744,7 @@ def test_compressed_weights_that_cannot_be_read_are_refused_whole():
     last.quantization_scheme = copy.deepcopy(last.quantization_scheme)
     last.quantization_scheme.weights.num_bits = 8
     before = dict(model.named_modules())
-    with pytest.raises(ValueError, match=r"a scale per group in model\.layers\.1\.mlp\.down_proj; call the"):
+    with pytest.raises(ValueError, match=r"a scale per group in model\.layers\.1\.mlp\.down_proj; load it by"):
         MedusaModel(model)
     assert dict(model.named_modules()) == before
     assert model.ct_decompress_hook.id in model._forward_pre_hooks

@@ -38,8 +38,7 @@ _TOKENIZER = (
     "chat_template.json",
 )  # fmt: skip
 _TERMS = ("LICENSE*", "NOTICE*", "USE_POLICY*")
-_BASE_FILES = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", *_TERMS]
-_OLDER_WEIGHTS = ["pytorch_model*.bin"]
+_BASE_FILES = ["*.json", "model*.safetensors", "*.txt", "*.model", "*.jinja", *_TERMS]
 
 # What a folder with heads may hold besides weights. A killed writer leaves lock files of `files.only_writer` and
 # partial files of `files.whole_file`.
@@ -156,7 +155,7 @@ def export(
     if obstacle is not None:
         wanted, got, remedy = obstacle
         raise ValueError(f"heads: expected {wanted} for {format} ({remedy}), got {got}")
-    base_folder = functools.cache(lambda: _base_folder(base, base_revision, format))
+    base_folder = functools.cache(lambda: fetch_folder(base, base_revision, "base_model", _BASE_FILES))
     if format == "embedded":
         sizes = stated_sizes(str(base_folder()))
     for name, size in sizes.items():
@@ -217,15 +216,6 @@ def _folder_of(base_model: str) -> Path | None:
     if base_model.startswith((".", "~")) or (not path.is_absolute() and base_model.count("/") > 1):
         raise ValueError(f"base_model: expected a hub id or a folder that exists, got {base_model!r}")
     return None
-
-
-def _base_folder(base: str, revision: str | None, target: Target) -> Path:
-    """Return the folder of a base model with its weights; a model on the hub is fetched."""
-    folder = fetch_folder(base, revision, "base_model", _BASE_FILES)
-    if target == "embedded" or Path(base).is_dir() or any(folder.glob("*.safetensors")):
-        return folder
-    # Older repositories have no safetensors.
-    return fetch_folder(base, revision, "base_model", [*_BASE_FILES, *_OLDER_WEIGHTS])
 
 
 def _check_place(out: Path, read: Path, overwrite: bool) -> None:

@@ -59,10 +59,10 @@ _HEADS = r"^medusa_head\."
 _PACKED = 16
 
 
-def stated_sizes(base_model: str, revision: str | None = None) -> dict[str, int]:
+def stated_sizes(base_model: str, revision: str | None = None, **hub: Any) -> dict[str, int]:
     """Return hidden_size and vocab_size from a model's config; whatever cannot be read is left out."""
     try:
-        config = read_file(base_model, **at(revision))
+        config = read_file(base_model, **at(revision), **hub)
     except ValueError:
         return {}
     return {name: size for name in ("hidden_size", "vocab_size") if isinstance(size := config.get(name), int)}
@@ -103,7 +103,22 @@ def _gguf_config(file: Path, changed: int) -> dict[str, Any]:
             raw: dict[str, Any] = PretrainedConfig.get_config_dict(file.parent, gguf_file=file.name)[0]
         finally:
             gguf.GGUFReader = parse
-    return raw | _gguf_rope(parsed[0], raw.get("rope_theta", 10_000.0))
+    return raw | _gguf_biases(parsed[0], raw["model_type"]) | _gguf_rope(parsed[0], raw.get("rope_theta", 10_000.0))
+
+
+def _gguf_biases(reader: Any, family: str) -> dict[str, bool]:
+    """Return the config's settings for the biases of a GGUF file, which transformers would leave out without them."""
+    held = {one.name.partition(".bias")[0].rpartition(".")[2] for one in reader.tensors if one.name.endswith(".bias")}
+    inputs, mlp = {"attn_q", "attn_k", "attn_v"}, {"ffn_gate", "ffn_up", "ffn_down"}
+    attention = {"attention_bias": inputs | {"attn_output"}}
+    settings = {"llama": attention | {"mlp_bias": mlp}, "qwen3": attention}.get(family, {})
+    found = {name: bool(biases & held) for name, biases in settings.items()}
+    known = set().union(*settings.values(), inputs if family.startswith("qwen2") else ())
+    if held - known:
+        raise ValueError(
+            f"expected only biases that {family} models have, got also those of {listed(sorted(held - known))}"
+        )
+    return found
 
 
 def _gguf_rope(reader: Any, theta: float) -> dict[str, Any]:
@@ -112,28 +127,29 @@ def _gguf_rope(reader: Any, theta: float) -> dict[str, Any]:
     llama.cpp stores Llama 3's as what each frequency is divided by.
     """
     held = {
-        name.partition(".rope.scaling.")[2]: field.parts[field.data[0]]
+        name.partition(".rope.")[2]: field.parts[field.data[0]]
         for name, field in reader.fields.items()
-        if ".rope.scaling." in name
+        if ".rope." in name
     }
-    kind = bytes(held.get("type", b"none")).decode()
+    factor = float(held.get("scaling.factor", held.get("scale_linear", [1.0]))[0])  # the latter in files of 2023
+    kind = bytes(held["scaling.type"]).decode() if "scaling.type" in held else "none" if factor in (0, 1) else "linear"
     divisors = next((torch.tensor(one.data) for one in reader.tensors if one.name == "rope_freqs.weight"), None)
     scaling: dict[str, Any] = {"rope_type": kind, "rope_theta": theta}
     if divisors is not None:
-        factor, low, high, original = float(divisors.max()), 1.0, 4.0, 8192
+        largest, low, high, original = float(divisors.max()), 1.0, 4.0, 8192
         wavelengths = 2 * torch.pi * theta ** (torch.arange(len(divisors)) / len(divisors))
         smooth = ((original / wavelengths - low) / (high - low)).clamp(0, 1)
-        if not torch.allclose(divisors, 1 / ((1 - smooth) / factor + smooth), rtol=1e-3):
+        if not torch.allclose(divisors, 1 / ((1 - smooth) / largest + smooth), rtol=1e-3):
             raise ValueError("rope_freqs.weight: expected the scaling of Llama 3.1 to 3.3, got another")
         found = {"low_freq_factor": low, "high_freq_factor": high, "original_max_position_embeddings": original}
-        return {"rope_parameters": scaling | found | {"rope_type": "llama3", "factor": factor}}
+        return {"rope_parameters": scaling | found | {"rope_type": "llama3", "factor": largest}}
     if kind == "none":
         return {}
     if kind not in ("linear", "yarn"):
         raise ValueError(f"rope.scaling.type: expected linear or yarn, got {kind!r}")
     if kind == "yarn":
-        scaling["original_max_position_embeddings"] = int(held["original_context_length"][0])
-    return {"rope_parameters": scaling | {"factor": float(held["factor"][0])}}
+        scaling["original_max_position_embeddings"] = int(held["scaling.original_context_length"][0])
+    return {"rope_parameters": scaling | {"factor": factor}}
 
 
 def read_config(

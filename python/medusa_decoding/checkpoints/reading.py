@@ -37,8 +37,13 @@ heads' tensors under the paper's names, and `base_model(folder, config)`.
 
 # Weights and small files, including those of a base model in the same repository.
 HUB_FILES = [
-    "*.json", "*.safetensors", "medusa_lm_head.pt", "pytorch_model*.bin", "tokenizer.model", "*.jinja", "*.txt",
+    "*.json", "model*.safetensors", "adapter_model.safetensors", "medusa_lm_head.*", "tokenizer.model", "*.jinja",
+    "*.txt",
 ]  # fmt: skip
+_WEIGHTS = ("model*.safetensors", "adapter_model.safetensors", "medusa_lm_head.*", "*.gguf")
+_OLDER_WEIGHTS = "pytorch_model*.bin"
+HUB_ARGUMENTS = ("token", "cache_dir", "local_files_only")
+"""Those of transformers' `from_pretrained` that every fetch from the hub needs."""
 
 
 @dataclass(frozen=True)
@@ -166,8 +171,11 @@ def fetch_folder(
     revision: str | None,
     name: str = "path_or_hub_id",
     files: list[str] = HUB_FILES,
+    **hub: Any,
 ) -> Path:
     """Return the folder of a checkpoint; of one on the hub, the files that match the patterns are fetched.
+
+    Weights in `pytorch_model*.bin` are fetched from repositories that have no others. `hub` are `HUB_ARGUMENTS`.
 
     A GGUF file is returned itself, also that of an installed package. Any other name that is neither a folder nor a
     repository within reach is a `ValueError`.
@@ -189,7 +197,15 @@ def fetch_folder(
         raise ValueError(f"{name}: expected an existing folder, got {path}")
     check_revision(revision)
     try:
-        return Path(snapshot_download(path_or_hub_id, revision=revision, allow_patterns=files, ignore_patterns="*/*"))
+        for wanted in (files, [*files, _OLDER_WEIGHTS]):
+            folder = Path(
+                snapshot_download(
+                    path_or_hub_id, revision=revision, allow_patterns=wanted, ignore_patterns="*/*", **hub
+                )
+            )
+            if any(any(folder.glob(pattern)) for pattern in _WEIGHTS):
+                break
+        return folder
     except (OSError, ValueError) as error:
         raise ValueError(
             f"{name}: expected an existing folder or a hub repository within reach, got {path_or_hub_id!r} "

@@ -23,6 +23,11 @@ def run(args: argparse.Namespace) -> int:
             files = hub.files_to_push(args.out)
             if f"{hub.CODE}/generate.py" not in files:
                 raise ValueError(f"--out: expected a folder written with --format hub, got {args.out}")
+            if args.license or args.push not in (args.out / hub.CARD).read_text(encoding="utf-8"):
+                raise ValueError(
+                    f"{args.out / hub.CARD}: expected a card for {args.push}, and no --license now: an existing folder "
+                    "is uploaded as it is; --overwrite writes it again"
+                )
             pushed = _pushed(args, files, hub.push(args.out, args.push, private=args.private))
             print(json.dumps({"folder": str(args.out), "push": pushed}) if args.json else _shown(pushed))
             return 0

@@ -53,7 +53,8 @@ class _Held:
                     raise ValueError(
                         f"base_model: expected compressed weights of 4 or 8 bits and plain activations, or on a CPU "
                         f"int8 weights and activations with a dynamic scale per token, got {found} in "
-                        f"{_path(causal, module)}; call the model once, which decompresses it"
+                        f"{_path(causal, module)}; load it by transformers and call it once, which decompresses it, "
+                        "before MedusaModel(model, heads)"
                     )
             elif (found := None if "base_layer" in name else _int4_of_torchao(module)) is not None:
                 taken = TakenNumbers(module.weight) if stored[_address(module)] == 1 else None

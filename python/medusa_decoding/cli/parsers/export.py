@@ -12,8 +12,8 @@ The exported heads draft the same tokens. The model card, its figures and the tr
 if the storage changes). Heads that a format cannot represent are refused with a line that says what to do.
 
 For vLLM 0.28 to 0.32, the command that serves the result is printed. Later versions have no Medusa of their own: the
-plugin in integrations/vllm reads heads without an export, unless they have feature layers. vLLM also loads native and original folders, but
-silently ignores the biases of the heads, so that few or none of their draft tokens are accepted.
+plugin in integrations/vllm reads heads without an export, unless they have feature layers. vLLM also loads native and
+original folders, but silently ignores the biases of the heads, so that few or none of their draft tokens are accepted.
 
 `--push` prints what it would upload to the hub, and uploads only with `--yes`: the folder `--out` as it is if it is
 there, unless `--overwrite` writes it again. The formats:
