@@ -9,6 +9,7 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from callers import Caller, alone
@@ -254,6 +255,22 @@ def test_a_prompt_that_begins_with_cached_text_runs_only_the_rest(llama: MedusaM
         # All but the answer's last token, which was never run; then the part in common; then nothing.
         assert [caller.tickets[0].reused for caller in callers] == [69, 30, 0]
         assert engine.stats().reused_tokens == 99
+
+
+def test_a_model_that_changes_between_two_requests_reuses_nothing(llama: MedusaModel) -> None:
+    prompt = prompts(1, [50])[0].tolist()
+    with Engine(llama, slots=2) as engine:
+        Caller(engine, prompt, max_new_tokens=10).wait()
+        with torch.no_grad():
+            llama.base.model.layers[0].mlp.up_proj.weight.mul_(3.0)
+        changed = Caller(engine, prompt, max_new_tokens=10)
+        assert changed.tokens() == alone(llama, prompt, max_new_tokens=10)
+        assert changed.tickets[0].reused == 0
+        assert Caller(engine, prompt, max_new_tokens=10).wait().tickets[0].reused == 49
+        llama.undo()
+        assert Caller(engine, prompt, max_new_tokens=10).finish() == "error"
+    with pytest.raises(ValueError, match="undo"):
+        Engine(llama)
 
 
 def test_cached_text_of_a_running_row_is_reused(llama: MedusaModel) -> None:
@@ -579,6 +596,7 @@ def test_a_negative_seed_is_one_of_64_bits(llama: MedusaModel) -> None:
 BAD: dict[str, tuple[list[int], dict[str, Any], str]] = {
     "id": ([VOCAB], {}, r"input_ids: expected ids in \[0, 11\)"),
     "tokens": ([1] * 100, {"max_new_tokens": 61}, "max_new_tokens: expected at most 60 .*, got 61"),
+    "tokens, of numpy": ([1] * 100, {"max_new_tokens": np.int64(61)}, "max_new_tokens: expected at most 60 .*, got 61"),
     "n": ([1], {"n": 0}, "n: expected a whole number of at least 1"),
     "logprobs": ([1], {"logprobs": 21}, "logprobs: expected 0 to 20, got 21"),
     "tree": ([1], {"tree": Tree.chain(5)}, "tree: "),

@@ -73,7 +73,7 @@ class Engine:
     """Generates for many callers at once.
 
     Use it as a context manager, or call `start` and `close`. While it runs, the model's own `generate` works too, but
-    the two wait for each other.
+    the two wait for each other. Weights, adapters and hooks may change while no row runs.
 
     Args:
         model: its default tree is that of requests that name none.
@@ -90,8 +90,9 @@ class Engine:
         memory: what was allocated, and what steps will take.
 
     Raises:
-        ValueError: impossible sizes, or a model that cannot be served: one over several processes, or whose rotary
-            embedding depends on the length of a text, or whose own generation config no request could obey.
+        ValueError: impossible sizes, or a model that cannot be served: one that `generate` refuses, or that is over
+            several processes, or whose rotary embedding depends on the length of a text, or whose own generation config
+            no request could obey.
         MemoryError: the cache does not fit; says what would.
     """
 
@@ -115,8 +116,9 @@ class Engine:
             raise ValueError(f"model: expected one in a single process, got one over {backbone.peers.size}")
         if "dynamic" in backbone.decoder.rotary_emb.rope_type:
             raise ValueError("model: expected rotary embeddings that are the same for all texts, got dynamic scaling")
-        if isinstance(model.tree, Tree):
-            check_tree(model.tree, backbone.device)
+        model._check_decodable()
+        if isinstance(model._tree, Tree):  # a tuned one that is too large is replaced by "auto"
+            check_tree(model._tree, backbone.device)
         self.model, self.queue, self._states = model, queue, states
         steps = Steps(backbone, model.heads)
         with self.model.current_device():

@@ -178,10 +178,11 @@ def check_rows(
     Raises:
         ValueError: bad settings, or more tokens than the context has; names them.
     """
-    prompt, room, new = asked.prompt, context - len(asked.prompt), settings["max_new_tokens"]
+    prompt, room = asked.prompt, context - len(asked.prompt)
+    new = whole("max_new_tokens", settings["max_new_tokens"])
     if room < 1:
         raise ValueError(f"prompt: expected fewer than {context} tokens (the context), got {len(prompt)}")
-    if isinstance(new, int) and new > room:
+    if new is not None and new > room:
         counted = f"a context of {context} tokens less {len(prompt)} of the prompt"
         raise ValueError(f"max_new_tokens: expected at most {room} ({counted}), got {new}")
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:

@@ -106,7 +106,7 @@ class Scheduler:
         self.waiting: deque[Row] = deque()
         self.counts = Counts()
         self._prefill: _Prefill | None = None
-        self._step_for = steps.prepare(model.backend)
+        self._step_for, self._made_for = steps.prepare(model.backend), steps.fingerprint()
         self._policies: dict[tuple[Kind, Tree | str, bool, bool], Policy] = {}
         self._watch = Watch(slots.state)  # of prefills
         self._tokens_per_second = 0.0  # of the last chunk
@@ -181,6 +181,12 @@ class Scheduler:
     def _admit(self) -> _Prefill | None:
         """Give the first waiting row a slot, and those after it that are best run with it; None if there is none."""
         first, prefill = len(self.groups), None
+        if first == 0 and self.waiting:
+            try:
+                self._follow_changes()
+            except Exception as error:  # it cannot be decoded as it is now
+                while self.waiting:
+                    self._end(self.waiting.popleft(), Delta([], "error", error=error))
         while self.waiting and first < len(self.slots):
             row = self.waiting[0]
             if prefill is not None and not self._joins(row, prefill):
@@ -203,6 +209,13 @@ class Scheduler:
                 self.slots.texts[slot] = row.ticket.prompt[: prefill.cached]
             prefill.chunks = self._chunks(prefill)
         return prefill
+
+    def _follow_changes(self) -> None:
+        """Forget texts and steps of the model as it was if its weights, adapters or hooks have changed."""
+        if self.steps.fingerprint() != self._made_for:
+            self.slots.forget(0, len(self.slots))
+            self.model._check_decodable()
+            self._step_for, self._made_for = self.steps.prepare(self.model.backend), self.steps.fingerprint()
 
     def _joins(self, row: Row, prefill: _Prefill) -> bool:
         """Return whether a waiting row's prompt is best run with others: at once, with little padding.
