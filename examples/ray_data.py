@@ -147,6 +147,8 @@ def read(args: argparse.Namespace, name: str) -> tuple[dict[Any, Any], Any, Any]
     elif args.command == "distill":
         config, report = read_config(args), Report()
         distill._check_answers(config)
+        if config.generation.endpoint is not None:
+            raise ValueError("generation.endpoint: expected null: the actors answer (`medusa distill` asks a server)")
         sources, limit = config.data.train, args.limit or config.data.limit
         records = list(read_records(sources, report, system=config.data.system, limit=limit, seeds=True))
         report.check(0.0)

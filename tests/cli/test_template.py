@@ -206,3 +206,11 @@ def test_characters_are_shown_when_their_last_byte_is_there(text, more):
         shown += answer.add(token)
         assert shown == tokenizer.decode(tokens[:count], clean_up_tokenization_spaces=False).rstrip("\ufffd")
     assert shown + answer.end() == tokenizer.decode(tokens, clean_up_tokenization_spaces=False)
+
+
+def test_bytes_that_never_become_a_character_are_shown_at_last():
+    tokenizer, _ = TOKENIZERS["bytes"]
+    answer = AnswerText(tokenizer)
+    shown = "".join(answer.add(0x80) for _ in range(100))  # of which all would be decoded again with each token
+    assert len(shown) > 80
+    assert shown + answer.end() == "\ufffd" * 100

@@ -78,14 +78,6 @@ def test_token_ids_are_those_of_the_prompts_and_the_answers(server, written, tok
         assert told == [where.prompt_token_ids, *[None] * (len(parts) - 1)]
 
 
-def test_an_answer_that_ends_says_stop_and_its_end_token_counts(server, written):
-    _, [tokens], [text] = written(QUESTION, max_new_tokens=400)
-    done = ask(server, max_tokens=400)
-    assert done.choices[0].message.content == text
-    assert done.choices[0].finish_reason == "stop"
-    assert done.usage.completion_tokens == len(tokens) + 1
-
-
 def test_a_stream_has_one_chunk_per_step_and_then_the_usage(server, written):
     _, _, [text] = written(QUESTION)
     chunks = list(ask(server, stream=True, stream_options={"include_usage": True}))
@@ -124,6 +116,7 @@ def test_top_p_alone_samples_and_temperature_0_does_not(server, written):
     assert ask(server, UNKNOWN, top_p=0.95, seed=3).choices[0].message.content == sampled
     assert ask(server, UNKNOWN, top_p=0.95, temperature=0, seed=3).choices[0].message.content == greedy
     assert ask(server, UNKNOWN, top_p=0, temperature=1, seed=3).choices[0].message.content == greedy
+    assert ask(server, UNKNOWN, temperature=1e-8, seed=3).choices[0].message.content == greedy  # as ragas sends it
 
 
 @pytest.mark.parametrize("tree", ["plain", "auto", [[0], [1], [0, 0], [0, 0, 0]]])
@@ -137,22 +130,6 @@ def test_trees_change_steps_and_not_the_text(server, written, tree):
     if isinstance(tree, list):
         assert {"1", "2", "3"} & set(lengths)
         assert max(map(int, lengths)) <= 3
-
-
-def test_stop_strings_end_the_text_before_them(server, written):
-    _, _, [text] = written(QUESTION)
-    middle = len(text) // 2
-    stop = text[middle : middle + 6]
-    wanted = text[: text.index(stop)]
-    for fields in ({"stop": stop}, {"stop": ["never there", stop, "nor this"]}):
-        done = ask(server, **fields)
-        assert done.choices[0].message.content == wanted
-        assert done.choices[0].finish_reason == "stop"
-        assert done.usage.completion_tokens < 48
-        streamed = list(ask(server, stream=True, **fields))
-        assert "".join(chunk.choices[0].delta.content for chunk in streamed) == wanted
-        assert streamed[-1].choices[0].finish_reason == "stop"
-        assert all(chunk.choices[0].finish_reason is None for chunk in streamed[:-1])
 
 
 @pytest.mark.parametrize("fields", [{"temperature": 0}, {"temperature": 0.8, "seed": 4}])
@@ -207,18 +184,6 @@ def test_log_probabilities_are_the_models(server, written, demo):
     streamed = [entry for chunk in chunks for entry in chunk.choices[0].logprobs.content]
     assert [entry.logprob for entry in streamed] == pytest.approx(own, abs=1e-4)
     assert all(entry.top_logprobs == [] for entry in streamed)
-
-
-def test_log_probabilities_of_text_completions(server, written, tokenizer):
-    text = "class Job:\n    name: str\n"
-    prompt, [tokens], [answer] = written(text=text, max_new_tokens=12)
-    done = server.client.completions.create(model="demo", prompt=text, max_tokens=12, logprobs=2)
-    found = done.choices[0].logprobs
-    assert "".join(found.tokens) == answer
-    assert found.text_offset == [len("".join(found.tokens[:i])) for i in range(12)]
-    for token, logprob, top in zip(found.tokens, found.token_logprobs, found.top_logprobs, strict=True):
-        assert top[token] == logprob == max(top.values())
-        assert len(top) == 2
 
 
 @pytest.mark.parametrize("count", [0, 1, 3])

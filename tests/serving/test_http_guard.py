@@ -61,13 +61,6 @@ def test_a_key_is_asked_for(demo_engine, encoder):
             assert httpx.get(server.url + path).status_code == 200
 
 
-def test_the_openai_client_sends_the_key(demo_engine, encoder):
-    with live(demo_engine, encoder, key="secret", api_key="secret") as server:
-        assert server.client.models.list().data[0].id == "demo"
-        with pytest.raises(openai.AuthenticationError):
-            server.client.with_options(api_key="other").models.list()
-
-
 def test_web_pages_cannot_reach_a_local_server_by_another_name(demo_engine, encoder):
     with live(demo_engine, encoder, hosts=frozenset({"localhost", "127.0.0.1", "[::1]"})) as server:
         for host, status in (
@@ -247,13 +240,13 @@ def statuses_of(operation, mode):
 
     @given(operation.as_strategy(generation_mode=mode), strategies.data())
     @settings(
-        max_examples=30, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck),
+        max_examples=60, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck),
         phases=[Phase.generate],
     )  # fmt: skip
     def call(case, data):
         if mode == GenerationMode.POSITIVE and isinstance(case.body, dict) and data.draw(strategies.booleans()):
             # Few settings go together with all others, and few prompts with this model.
-            few = data.draw(strategies.permutations(sorted(case.body)))[:3]
+            few = data.draw(strategies.permutations(sorted(case.body)))[:2]
             prompt = {"prompt": "hello"} if "prompt" in case.body else {"messages": BODY["messages"]}
             case.body = {**{name: case.body[name] for name in few}, "model": "demo", **prompt}
         # What the schema allows may still not fit this model: its name, its context, its template, other settings.
@@ -280,10 +273,3 @@ def test_other_types_than_json_are_refused(server):
         response = httpx.post(f"{server.url}/v1/completions", content=body, headers=headers)
         assert response.status_code == 415
         assert response.json()["error"]["code"] == "unsupported_type"
-
-
-def test_health_says_when_the_engine_has_ended(demo, encoder):
-    with Engine(demo, slots=1) as engine, live(engine, encoder) as server:
-        assert httpx.get(f"{server.url}/health").status_code == 200
-        engine.close()
-        assert httpx.get(f"{server.url}/health").status_code == 503

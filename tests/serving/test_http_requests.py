@@ -104,8 +104,8 @@ def refused(response, status=400):
         (TEXT, {"prompt": ""}, "prompt"),
         (TEXT, {"prompt": [1, -1]}, "prompt[1]"),
         (TEXT, {"prompt": [1, 5000]}, "prompt"),
-        (TEXT, {"prompt": ["a"] * 17}, "prompt"),
-        (TEXT, {"prompt": ["a"] * 9, "n": 2}, "n"),
+        (TEXT, {"prompt": ["a"] * 129}, "prompt"),
+        (TEXT, {"prompt": ["a"] * 7, "n": 3}, "n"),  # 4 slots and 16 places in the queue
     ],
 )  # fmt: skip
 def test_what_is_not_supported_is_an_error_that_names_it(server, path, fields, param):
@@ -113,6 +113,13 @@ def test_what_is_not_supported_is_an_error_that_names_it(server, path, fields, p
     assert error["param"] == param
     assert error["type"] == "invalid_request_error"
     assert error["message"].startswith(param.split("[")[0].split(".")[0])
+
+
+def test_more_scores_of_prompts_than_an_answer_can_have_are_refused(server, monkeypatch):
+    monkeypatch.setattr("medusa_decoding.serving.http.plan.SCORES", 80)
+    error = refused(post(server, TEXT, prompt=[[1] * 10] * 2, n=2, prompt_logprobs=2))
+    assert error["message"] == "prompt_logprobs: expected at most 80 numbers for all prompts, got 120"
+    assert post(server, TEXT, prompt=[[1] * 10] * 2, n=2, prompt_logprobs=1).status_code == 200
 
 
 def test_tokens_are_those_that_prompts_run_as(server, encoder, tokenizer):

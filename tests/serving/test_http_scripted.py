@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import threading
 
 import httpx
 import openai
@@ -438,6 +439,30 @@ def test_a_request_that_takes_too_long_fails_and_ends(scripted, encoder, stream)
         assert response.headers["x-should-retry"] == "false"
         found = response.json()
     assert found["error"]["code"] == "request_timeout"
+
+
+def test_a_schema_that_takes_long_holds_up_nobody(scripted, encoder, monkeypatch):
+    compiling, done = threading.Event(), threading.Event()
+
+    def slow(*given):
+        compiling.set()
+        assert done.wait(20)
+        raise ValueError("json_schema: none")
+
+    monkeypatch.setattr("medusa_decoding.serving.grammar.Grammars.json", slow)
+    body = {"model": "demo", "messages": MESSAGES}
+    formed = body | {"response_format": {"type": "json_object"}}
+    with live(scripted("one"), encoder, request_timeout=2.0) as server, httpx.Client() as client:
+        with pytest.raises(httpx.ReadTimeout):  # the client leaves
+            client.post(server.url + CHAT, json=formed, timeout=httpx.Timeout(20, read=0.3))
+        assert compiling.wait(20)
+        answer = client.post(server.url + CHAT, json=body | {"tools": TOOLS}, timeout=20)
+        assert answer.json()["choices"][0]["message"]["content"] == "one"
+        late = client.post(server.url + CHAT, json=formed, timeout=20)
+        assert (late.status_code, late.json()["error"]["code"]) == (504, "request_timeout")
+        counted = f'outcome="cancelled",path="{CHAT}"}} 1.0'
+        wait_for(lambda: counted in client.get(f"{server.url}/metrics").text)
+        done.set()
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -5,8 +5,6 @@ import math
 import pytest
 import torch
 
-from medusa_decoding import MedusaModel, Tree
-from medusa_decoding.demo import CHECKPOINT
 from medusa_decoding.serving.penalties import penalty_processors
 
 VOCAB, PROMPT = 11, [3, 3, 7]
@@ -49,27 +47,3 @@ def test_a_masked_token_stays_masked():
     scores[0, 3] = -math.inf
     got = applied(penalty_processors(0, -2.0, -2.0, {3: 100}), PROMPT, scores)
     assert got[0, 3] == -math.inf
-
-
-@pytest.fixture(scope="module")
-def demo():
-    return MedusaModel.from_pretrained(CHECKPOINT / "heads", CHECKPOINT / "base", dtype=torch.float32)
-
-
-@pytest.mark.parametrize("tree", [Tree.chain(3), Tree.cartesian([3, 2])], ids=str)
-@pytest.mark.parametrize(
-    "sampling", [{}, {"do_sample": True, "temperature": 0.9, "seed": 4}], ids=["greedy", "sampled"]
-)
-def test_trees_write_the_text_of_plain_decoding(demo, tree, sampling):
-    prompt = torch.tensor([[2, 40, 77, 301, 5]])
-
-    def text(tree, presence=1.1, frequency=0.7, bias=None):
-        processors = penalty_processors(5, presence, frequency, bias or {123: 3.0, 0: -100})
-        return demo.generate(
-            prompt, max_new_tokens=48, tree=tree, logits_processor=processors, eos_token_id=None, **sampling
-        ).sequences[0, 5:].tolist()  # fmt: skip
-
-    plain = text(Tree([]))
-    assert text(tree) == plain
-    assert plain != text(Tree([]), 0.0, 0.0, {0: -100}), "the penalties matter here"
-    assert 0 not in plain

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from medusa_decoding.checkpoints.pretrained import read_file
+from medusa_decoding.checkpoints.pretrained import at, read_file
 from medusa_decoding.checkpoints.reading import HeadsCheckpoint, read_heads
 from medusa_vllm.runner import wrap_runner
 
@@ -191,11 +191,13 @@ def check_base_model(checkpoint: HeadsCheckpoint, served: Any) -> None:
     Raises:
         ValueError: the config of the heads' base model, if it can be read, has other sizes.
     """
-    named = checkpoint.base_model
+    named, revision = checkpoint.base_model, checkpoint.base_revision
     if named is None or os.path.realpath(named) == os.path.realpath(served.model):
+        if named is not None and revision not in (None, getattr(served, "revision", None)):
+            _log.warning("The heads in %s belong to revision %s of %s (--revision)", checkpoint.path, revision, named)
         return
     try:
-        theirs = read_file(named)
+        theirs = read_file(named, **at(revision))
     except ValueError:
         theirs = {}  # not within reach
     differ = [

@@ -10,6 +10,9 @@ from typing import Any
 import torch
 from transformers.generation.streamers import BaseStreamer
 
+MOST_HELD = 16
+"""Tokens without a complete character after which they are no character's beginning."""
+
 
 class AnswerText:
     """Decodes an answer token by token: complete characters only, and nothing from the string that ends it on.
@@ -51,10 +54,13 @@ class AnswerText:
         if not hidden:
             self._tokens.append(token)
         text = self._new_text()
-        if not hidden and text.endswith("\ufffd"):  # a character whose other bytes are still to come
+        full = len(self._tokens) >= MOST_HELD
+        if not hidden and text.endswith("\ufffd") and not full:  # a character whose other bytes are still to come
             return ""
         if text:
             self._context, self._tokens = self._tokens, []
+        elif full:
+            self._tokens = []
         return self._until_stop(text, hidden)
 
     def end(self) -> str:
@@ -88,7 +94,7 @@ class AnswerText:
 
 def begun(text: str, marks: Sequence[str]) -> int:
     """Return the length of the longest end of a text with which one of some marks may begin; 0 for none."""
-    lengths = (n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n]))
+    lengths = (n for mark in marks for n in range(1, min(len(mark), len(text) + 1)) if text.endswith(mark[:n]))
     return max(lengths, default=0)
 
 

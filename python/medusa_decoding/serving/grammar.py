@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -131,7 +132,10 @@ class Grammars:
             schema = None if answer is None else _schema_text(answer, lenient_answer)
             return self._processors(_llguidance().LLMatcher.grammar_from_lark(self._lark(tools, form, several, schema)))
         except ValueError:
+            until = time.monotonic() + TRIAL_TIMEOUT
             for tool in tools:
+                if time.monotonic() > until:
+                    break
                 try:
                     _try(_grammar(tool.schema, tool.lenient))
                 except ValueError as its:

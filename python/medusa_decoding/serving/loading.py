@@ -35,6 +35,12 @@ def resolve_device(args: Any) -> None:
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"--device: expected cpu, because torch sees no CUDA device, got {args.device}")
+    try:
+        device = torch.device(args.device)
+    except RuntimeError as error:
+        raise ValueError(f"--device: expected cpu, cuda or a number as in cuda:1, got {args.device}") from error
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"--device: expected one of {torch.cuda.device_count()} CUDA devices, got {args.device}")
 
 
 def load_tokenizer(args: Any) -> Any:

@@ -82,8 +82,8 @@ def build(args: Mapping[str, Any]) -> serve.Application:
 def deployment(arguments: ServerArguments) -> serve.Deployment:
     """Return the deployment of replicas; a configuration file can set each of its options again.
 
-    A replica takes as many requests as its engine can run and queue. It gets one GPU if the cluster has any, unless
-    `device` is "cpu".
+    A replica takes as many requests as its engine can run and queue. It gets one GPU if this process is connected to a
+    cluster that has any, unless `device` is "cpu".
     """
     gpus = int(arguments.device != "cpu" and ray.is_initialized() and ray.cluster_resources().get("GPU", 0) > 0)
     make = serve.deployment(

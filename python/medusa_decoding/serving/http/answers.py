@@ -138,6 +138,7 @@ class Answers:
         metrics: counts first tokens and latencies.
         timeout: seconds until the request fails, its time in the queue included; None: never.
         receive: of the connection, which tells when the client leaves.
+        began: when the request came, as `time.perf_counter` says.
     """
 
     def __init__(
@@ -149,10 +150,11 @@ class Answers:
         metrics: Metrics,
         timeout: float | None,
         receive: Receive,
+        began: float,
     ) -> None:
         self._engine, self._plan, self._metrics, self._receive = engine, plan, metrics, receive
         self._token_bytes = token_bytes
-        self._began, self._timeout = time.perf_counter(), timeout
+        self._began, self._timeout = began, timeout
         self._loop = asyncio.get_running_loop()
         self._arrived: asyncio.Queue[tuple[int, Delta, float] | Exception] = asyncio.Queue()
         self._watcher: asyncio.Task[None] | None = None
@@ -170,9 +172,14 @@ class Answers:
     async def start(self) -> None:
         """Submit the request; raises `ApiError` if the engine refuses it."""
         if self._timeout is not None:
-            self._timer = self._loop.call_later(self._timeout, self._arrived.put_nowait, _too_late(self._timeout))
+            left_over = self._timeout - (time.perf_counter() - self._began)
+            self._timer = self._loop.call_later(left_over, self._arrived.put_nowait, too_late(self._timeout))
+        submitting = asyncio.ensure_future(asyncio.to_thread(self._submit))
         try:
-            await asyncio.to_thread(self._submit)
+            await asyncio.shield(submitting)
+        except asyncio.CancelledError:  # the thread goes on submitting
+            submitting.add_done_callback(lambda _: self.close())
+            raise
         except ValueError as error:
             self.close()
             raise bad_request(error) from error
@@ -283,9 +290,7 @@ class Answers:
             self._loop.call_soon_threadsafe(self._arrived.put_nowait, (index, delta, time.perf_counter()))
 
     async def _watch(self) -> None:
-        """Wait until the client leaves."""
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+        await left(self._receive)
         self._arrived.put_nowait(ClientGoneError())
 
     def _finished(self) -> None:
@@ -300,7 +305,14 @@ def _first(count: int | None, score: TokenLogprobs | None) -> TokenLogprobs | No
     return None if score is None else replace(score, top=score.top[:count])
 
 
-def _too_late(seconds: float) -> ApiError:
+async def left(receive: Receive) -> None:
+    """Wait until the client leaves."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def too_late(seconds: float) -> ApiError:
+    """Return what a client gets after so many seconds."""
     headers = {"x-should-retry": "false"}  # OpenAI's clients would send it again
     message = f"the request was not answered within {seconds:g} seconds"
     return ApiError(message, 504, code="request_timeout", headers=headers)

@@ -20,11 +20,11 @@ from starlette.types import Receive, Scope, Send
 from medusa_decoding.chat.template import PromptEncoder
 from medusa_decoding.serving.engine import Engine
 from medusa_decoding.serving.http import responses
-from medusa_decoding.serving.http.answers import Answers, ClientGoneError
+from medusa_decoding.serving.http.answers import Answers, ClientGoneError, left, too_late
 from medusa_decoding.serving.http.errors import ApiError, ErrorResponse, as_api_error, install, shutting_down
 from medusa_decoding.serving.http.events import DONE, ChatForm, CompletionForm, event
 from medusa_decoding.serving.http.guard import Guard
-from medusa_decoding.serving.http.metrics import Metrics, outcome
+from medusa_decoding.serving.http.metrics import Metrics, outcome, path_of
 from medusa_decoding.serving.http.page import page
 from medusa_decoding.serving.http.plan import Plan, Planner
 from medusa_decoding.serving.http.protocol import (
@@ -37,6 +37,7 @@ from medusa_decoding.serving.http.protocol import (
 )
 from medusa_decoding.serving.http.settings import Settings
 from medusa_decoding.serving.http.token_text import TokenBytes
+from medusa_decoding.serving.http.tools import offered
 from medusa_decoding.trees.tree import Tree
 
 _REASONS = {
@@ -78,7 +79,7 @@ def create_app(engine: Engine, encoder: PromptEncoder, settings: Settings | None
     server = Server(engine, encoder, settings)
     app.state.metrics = server.metrics
     app.include_router(server.routes())
-    install(app, lambda request, error: server.metrics.count(request.url.path, outcome(error.status)))
+    install(app, lambda request, error: server.metrics.count(path_of(request), outcome(error.status)))
     app.add_middleware(Guard, settings=settings)
     if settings.allow_origin is not None:
         app.add_middleware(
@@ -205,18 +206,18 @@ class Server:
     async def _answer(
         self, body: GenerationRequest, make_plan: Callable[[], Plan], form: type[ChatForm], request: Request
     ) -> Response:
-        # Templates may take seconds, and schemas so long that they must not keep other requests waiting.
-        constrained = isinstance(body, ChatRequest) and (body.response_format or body.tools)
-        pool = self._schemas if constrained else None
-        plan = await asyncio.get_running_loop().run_in_executor(pool, make_plan)
-        timeout = self._settings.request_timeout
+        began, path, timeout = time.perf_counter(), path_of(request), self._settings.request_timeout
+        try:
+            plan = await self._planned(body, make_plan, request.receive)
+        except ClientGoneError:
+            self.metrics.count(path, "cancelled")
+            return Response(status_code=499)  # nobody reads it
         answers = Answers(
-            self._engine, plan, self._tokenizer, self._token_bytes, self.metrics, timeout, request.receive
+            self._engine, plan, self._tokenizer, self._token_bytes, self.metrics, timeout, request.receive, began
         )  # fmt: skip
         prompts = [prompt for prompt in plan.prompts for _ in range(plan.n)] if body.return_token_ids else []
         writer = form(self._settings.model, self._token_bytes, plan.logprobs is not None, prompts)
         await answers.start()
-        path = request.url.path
         if body.stream:
             options = body.stream_options or StreamOptions()
             return _Stream(answers, writer, options, lambda outcome: self.metrics.count(path, outcome))
@@ -229,7 +230,25 @@ class Server:
         finally:
             answers.close()
         self.metrics.count(path, "completed")
-        return JSONResponse(writer.response(answers.choices, answers.usage()))
+        # In a thread: the scores of long prompts are many.
+        return await asyncio.to_thread(lambda: JSONResponse(writer.response(answers.choices, answers.usage())))
+
+    async def _planned(self, body: GenerationRequest, make_plan: Callable[[], Plan], receive: Receive) -> Plan:
+        """Plan a request in a thread; raise `ApiError` after its time, and `ClientGoneError` if the client leaves."""
+        # Templates may take seconds, and schemas so long that they must not keep other requests waiting.
+        constrained = isinstance(body, ChatRequest) and (body.response_format or offered(body).constrained)
+        pool, timeout = self._schemas if constrained else None, self._settings.request_timeout
+        planning = asyncio.get_running_loop().run_in_executor(pool, make_plan)
+        leaving = asyncio.create_task(left(receive))
+        first: set[asyncio.Future[Any]] = {planning, leaving}
+        try:
+            await asyncio.wait(first, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if planning.done():
+                return planning.result()
+            raise ClientGoneError if timeout is None or leaving.done() else too_late(timeout)
+        finally:
+            leaving.cancel()
+            planning.cancel()
 
 
 class _Stream(Response):

@@ -21,7 +21,7 @@ from medusa_decoding.serving.http.protocol import (
     Message,
     TokenizeRequest,
 )
-from medusa_decoding.serving.http.settings import CHOICES, Settings
+from medusa_decoding.serving.http.settings import SCORES, Settings
 from medusa_decoding.serving.http.tools import Offer, ToolText, call_form, described, offered, one_by_one
 from medusa_decoding.serving.penalties import penalty_processors
 from medusa_decoding.serving.rows import own_stop_strings
@@ -106,7 +106,7 @@ class Planner:
         several: Any = given if isinstance(given, list) and not isinstance(given[0], int) else [given]
         prompts = [self._text_prompt(one) for one in several]
         stats = self._engine.stats()
-        most = min(CHOICES, stats.slots + stats.queue)
+        most = stats.slots + stats.queue
         if len(prompts) * (body.n or 1) > most:
             raise ApiError(f"n: expected at most {most} choices of all prompts, got more", param="n")
         if body.best_of not in (None, body.n):
@@ -139,6 +139,10 @@ class Planner:
         stops, endings = self._endings(body, constrained=make_grammar is not None)
         new = min([count for count in (most, self._settings.max_new_tokens) if count is not None], default=None)
         scored = [count for count in (body.prompt_logprobs, logprobs if echoes else None) if count is not None]
+        wanted = sum(map(len, prompts)) * (body.n or 1) * (max(scored, default=-1) + 1)
+        if wanted > SCORES:
+            name = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+            raise ApiError(f"{name}: expected at most {SCORES:,} numbers for all prompts, got {wanted:,}", param=name)
         return Plan(
             prompts,
             body.n or 1,
@@ -275,14 +279,14 @@ class Planner:
         if body.repetition_penalty is not None:
             settings["repetition_penalty"] = body.repetition_penalty
         temperature = self._settings.temperature if body.temperature is None else body.temperature
-        if 0 < temperature < COLDEST:
-            message = f"temperature: expected 0 or at least {COLDEST:g}, got {temperature:g}"
-            raise ApiError(message, param="temperature", code="invalid_value")
+        if temperature < COLDEST:  # which clients send as another word for 0
+            temperature = 0.0
         if body.acceptance == "typical":
             for name in [*narrow, *(["min_tokens"] if body.min_tokens else [])]:
                 raise ApiError(f"{name}: expected none with typical acceptance, got one", param=name)
-            if body.temperature == 0:
-                raise ApiError("temperature: expected above 0 with typical acceptance, got 0", param="temperature")
+            if body.temperature is not None and not temperature:
+                message = f"temperature: expected at least {COLDEST:g} with typical acceptance, got less"
+                raise ApiError(message, param="temperature")
             warmth = {"temperature": temperature} if temperature else {}
             return {**settings, **typical, **warmth, "acceptance": "typical"}
         for name in typical:

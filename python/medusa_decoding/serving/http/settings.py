@@ -6,8 +6,10 @@ from dataclasses import dataclass
 
 BODY_BYTES = 2**20
 JSON_DEPTH = 64
-MESSAGES, PROMPTS, CHOICES, TOOLS = 1024, 16, 16, 128
-"""Most messages, prompts, choices per prompt and tools of one request; `CHOICES` also bounds prompts times choices."""
+MESSAGES, PROMPTS, CHOICES, TOOLS = 1024, 128, 16, 128
+"""Most messages, prompts, choices per prompt and tools of one request."""
+SCORES = 2**20
+"""Most log-probabilities of prompts in one answer."""
 STOPS, STOP_CHARACTERS = 64, 256
 BIASES = 1024
 READ_SECONDS = 20.0
