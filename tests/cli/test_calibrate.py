@@ -78,9 +78,6 @@ def test_limit_json_and_resume(capsys, file, heads, tmp_path):
     progress = out.with_name("c.json.progress.settings")
     found = ("texts", "tokens", "left_out")
     progress.write_text(json.dumps({name: value for name, value in made.items() if name not in found}))
-    capsys.readouterr()
-    assert main(argv) == 2
-    assert "--resume" in capsys.readouterr().err
     assert main([*argv, "--resume"]) == 0
     assert out.read_bytes() == whole
     assert not progress.exists()

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from medusa_decoding.files import whole_file, whole_folder, write_json, write_text
+from medusa_decoding.files.resumable import ResumableFile, companion
 
 
 def listing(folder: Path) -> dict[str, str]:
@@ -110,3 +111,15 @@ class TestFolders:
             (staging / "file").write_text("new")
         assert listing(tmp_path / "out") == {"file": "new" if number == 2 and done else "old"}
         assert [entry.name for entry in tmp_path.iterdir()] == ["out"]
+
+
+def test_settings_may_change_until_the_first_record(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    ResumableFile(path, {"turns": 3}, False, dict)  # a run that failed before it wrote anything
+    ResumableFile(path, {"turns": 1}, False, dict)
+    part = ResumableFile(companion(path, "part-1"), {"turns": 1}, True, dict)
+    for resume, message in ((False, "no records of an earlier run"), (True, "turns: expected 1 .*, got 3")):
+        ResumableFile(path, {"turns": 1}, True, dict)
+        part.write([{"a": 1}])
+        with pytest.raises(ValueError, match=message):
+            ResumableFile(path, {"turns": 3}, resume, dict)

@@ -68,7 +68,7 @@ def test_memory_of_weights_and_optimiser_is_exact(tmp_path, method, sections):
     assert found["trained weights"] == nbytes(added)
     moments = [state[name] for state in trainer.optimiser.state.values() for name in ("exp_avg", "exp_avg_sq")]
     projections = 0 if trainer.heads.w2 is None else trainer.heads.w2.nbytes
-    assert found["optimiser"] == nbytes(moments) + projections
+    assert found["optimiser"] == nbytes(moments)
     # Two micro-batches per step: the sum of gradients, and the newest one of the projections.
     assert found["gradients"] == nbytes(own) + projections
 
@@ -83,6 +83,17 @@ def test_quantised_weights_and_8_bit_moments_take_less():
     assert paper["backbone"] == pytest.approx(0.5625 * 6_476_005_376 + 2 * 262_410_240)
     assert estimate.memory(plain, shapes)["backbone"] == 2 * (6_476_005_376 + 262_410_240)
     assert estimate.memory(plain, shapes)["optimiser"] - paper["optimiser"] == 6 * 739_000_000
+
+
+def test_of_divided_weights_a_process_has_its_share():
+    shapes = Shapes(32, 4096, 14336, 4096, 128_256, 6_979_321_856, 1_050_939_392, 0, 610_000_000, 0)
+    values = {"model": {"name": "m"}, "method": "medusa-2", "lora": {"enabled": False}, "output": {"folder": "o"}}
+    config = Config.of(values | {"data": {"train": [{"path": "d"}]}, "optimisation": {"optimizer": "adamw"}})
+    one, eight = (estimate.memory(config, shapes, shards) for shards in (1, 8))
+    for held in ("backbone", "trained weights", "gradients", "optimiser"):
+        assert eight[held] == one[held] // 8
+    # Two layers, the embedding, lm_head and the heads are whole for a moment, in float32.
+    assert eight["whole for a moment"] == pytest.approx(4 * (2 * 218_103_808 + 1_050_939_392 + 610_000_000))
 
 
 @pytest.mark.parametrize("targets", ["hard", "kl"])
@@ -121,6 +132,9 @@ def test_the_time_of_a_run_counts_passes_updates_and_measurements(tmp_path):
     assert pace.seconds(often, 12, 4) == pytest.approx(steps + 3 * measured)
     most = workshop.config(tmp_path, "base", "data", optimisation={"epochs": 9.0, "max_steps": 6})
     assert pace.seconds(most, 12, 4) == pytest.approx(steps + measured)
+    # Of 13 rows an epoch has a fourth step, of one row.
+    assert pace.seconds(config(), 13, 0) == pytest.approx(2 * (13 / 2 * (3 + 1) + 4 * 0.5))
+    assert pace.seconds(config(), 13, 0, processes=2) == pytest.approx(2 * (4 * (3 + 1) + 4 * 0.5))
     # Cached states save the backbone's passes of the second epoch.
     assert pace.seconds(config(cache_hidden="c"), 12, 4) == pytest.approx(steps + measured - 3 * 2 * 3)
     # States saved with the answers save those of the first epoch as well.

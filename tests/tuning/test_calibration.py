@@ -309,8 +309,10 @@ def test_a_run_killed_at_any_point_resumes_to_the_same_bytes(make, tmp_path, fin
             out = tmp_path / f"{done}-{torn}.json"
             put_progress(out, progress[: start + torn], settings)
             asked.clear()
-            with pytest.raises(ValueError, match=r"out: expected no records .* in .*.json.progress, .* \(--resume\)"):
-                run(make, out, False)
+            if start + torn:
+                message = r"out: expected no records .* in .*.json.progress, .* \(--resume\)"
+                with pytest.raises(ValueError, match=message):
+                    run(make, out, False)
             run(make, out, True)
             assert out.read_bytes() == whole
             known = [json.loads(line)["number"] for line in lines[:done]]

@@ -158,29 +158,31 @@ def _check(config: Config, resume: bool, on: str | None) -> int:
     check(config, processes, resume)
     shapes, tokenizer = estimate.shapes_of(config), load_tokenizer(config.model)
     rows = load_rows(config, tokenizer, shapes.vocabulary)
+    say: Any = print if processes.main else lambda *_, **__: None
     sizes = rows.sizes(config.data.length)
-    print(rows.report)
-    print(f"{rows.records[0]} records in {sizes['rows']} rows of {config.data.length} ({rows.train.fill:.0%} filled)")
-    print(f"{rows.records[1]} held out, in {0 if rows.held_out is None else len(rows.held_out)} rows")
-    print(f"{sizes['tokens']:,} tokens, {sizes['learnt_tokens']:,} of them learnt")
-    print("per example: {median_tokens:,} (median), {p95_tokens:,} (95 %), {most_tokens:,} (most)".format(**sizes))
+    say(rows.report)
+    say(f"{rows.records[0]} records in {sizes['rows']} rows of {config.data.length} ({rows.train.fill:.0%} filled)")
+    say(f"{rows.records[1]} held out, in {0 if rows.held_out is None else len(rows.held_out)} rows")
+    say(f"{sizes['tokens']:,} tokens, {sizes['learnt_tokens']:,} of them learnt")
+    say("per example: {median_tokens:,} (median), {p95_tokens:,} (95 %), {most_tokens:,} (most)".format(**sizes))
     token_map = choose_tokens(config.heads, tokenizer, rows.frequencies)
     if token_map is not None and config.heads.initial is None:  # given heads have their own
-        print(describe_map(token_map, shapes.vocabulary, rows))
+        say(describe_map(token_map, shapes.vocabulary, rows))
     for stage in stages(config, len(rows.train)):
-        print(f"{stage.steps} steps of {config.optimisation.batch_size} rows: {stage.name}")
-    print(*estimate.describe_memory(config, shapes, processes.device if machine is None else machine[1]), sep="\n")
+        say(f"{stage.steps} steps of {config.optimisation.batch_size} rows: {stage.name}")
+    count, device = (processes.size, processes.device) if machine is None else machine
+    say(*estimate.describe_memory(config, shapes, device, count if processes.sharded else 1), sep="\n")
     if machine is None:
         pace = estimate.pace(config, shapes, rows, tokenizer, processes)
-        print(estimate.describe_time(config, rows, pace))
+        say(estimate.describe_time(config, rows, pace, count))
     else:
         pace = estimate.pace_at(machine[1].rate, config, shapes, rows.learnt)
-        print(estimate.describe_time_on(*machine, config, rows, pace))
+        say(estimate.describe_time_on(*machine, config, rows, pace))
     if config.data.cache_hidden is not None:
-        print(estimate.describe_states(config, shapes, rows, pace))
-    print(*estimate.describe_readers(config, shapes), sep="\n")
+        say(estimate.describe_states(config, shapes, rows, pace))
+    say(*estimate.describe_readers(config, shapes), sep="\n")
     for warning in config.warnings():
-        print(warning)
+        say(warning)
     return 0
 
 

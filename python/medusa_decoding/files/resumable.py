@@ -6,6 +6,7 @@ before the next one is made. If a kill left a half-written last line, the contin
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -46,10 +47,10 @@ class ResumableFile:
         self.path = path
         if not resume:
             check_new(path, name)
-        before = stated(path)
+        before = stated(path) if _begun(path) else None
         if before is not None:
             _check_same(companion(path, "settings"), before, json.loads(json.dumps(settings)))
-        elif path.exists():
+        elif _begun(path):
             raise ValueError(f"{name}: {companion(path, 'settings')}, which says what {path} was made with, is missing")
         self.earlier = list(self._read(known)) if path.exists() else []
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -88,8 +89,8 @@ class ResumableFile:
 
 
 def check_new(path: Path, name: str = "output") -> None:
-    """Raise `ValueError` if a file, or its settings, exist already."""
-    if path.exists() or companion(path, "settings").exists():
+    """Raise `ValueError` if a file has records already."""
+    if _begun(path):
         raise ValueError(
             f"{name}: expected no records of an earlier run in {path}, got some; continue with them (--resume)"
         )
@@ -105,6 +106,12 @@ def remove(path: Path) -> None:
     """Delete a file and its settings, if they exist."""
     for file in (path, companion(path, "settings")):
         file.unlink(missing_ok=True)
+
+
+def _begun(path: Path) -> bool:
+    """Return whether a file, or a part of it by one of several processes, has anything in it."""
+    files = [path, *path.parent.glob(f"{glob.escape(path.name)}.part-*")]
+    return any(file.is_file() and file.stat().st_size > 0 for file in files if file.suffix != ".settings")
 
 
 def companion(path: Path, what: str) -> Path:

@@ -385,6 +385,15 @@ def _fit(chosen: FirstConfig) -> None:
             f"MODEL: expected one that can be trained in {ROOM:.0%} of the {size(chosen.free or 0)} that "
             f"{device_name(chosen.device)} has free, got about {size(chosen.bytes)}{advice}"
         )
+    if chosen.distills and chosen.free is not None:
+        shapes, kind = chosen.shapes, DTYPES[chosen.get("model.dtype")]
+        text = 2 * shapes.layers * shapes.kv * kind.itemsize * chosen.get("data.length")
+        room, asked = (
+            ROOM * chosen.free - memory(chosen.config, shapes)["backbone"],
+            chosen.get("generation.batch_size"),
+        )
+        if asked * text > room:
+            chosen.set("generation.batch_size", max(1, int(room // text)), "as many answers as fit at once")
 
 
 def _steps(chosen: FirstConfig, found: _Data, tokens: float, learnt: float) -> int:

@@ -10,6 +10,7 @@ tree of each step. In 16 bits it can decide a token.)
 from __future__ import annotations
 
 import dataclasses
+import glob
 import hashlib
 import itertools
 import operator
@@ -170,6 +171,9 @@ def generate_records(
         report.before = report.records
         if progress is not None:
             progress(report)
+        if not file.earlier and shards.rank == 0:  # those of a run that wrote no record may be of another model
+            for stale in out.parent.glob(f"{glob.escape(out.name)}.states*"):
+                stale.unlink()
         waiting: Iterator[Seed] = (
             seed for seed in _encoded(seeds, how, report, shards) if not file.has(seed.number, seed.digest)
         )

@@ -55,6 +55,7 @@ class Shapes:
         adapter: of the LoRA adapter.
         heads, own: of the heads, and of their own projections among these.
         stored: bytes of weights that are quantised on disk already, or None.
+        kv: width of all KV heads.
     """
 
     layers: int
@@ -68,6 +69,7 @@ class Shapes:
     heads: int
     own: int
     stored: int | None = None
+    kv: int = 0
 
 
 def meta_heads(config: Config, hidden_size: int, vocab_size: int) -> MedusaHeads:
@@ -93,12 +95,13 @@ def shapes_of(config: Config) -> Shapes:
     adapted = [*linears, *([model.get_output_embeddings()] if config.lora.lm_head else [])]
     linear = sum(layer.weight.numel() for layer in linears)
     heads = meta_heads(config, int(settings.hidden_size), int(settings.vocab_size))
+    queries, head = int(settings.num_attention_heads), int(getattr(settings, "head_dim", None) or 0)
+    attention = queries * head or int(settings.hidden_size)
     return Shapes(
         layers=int(settings.num_hidden_layers),
         hidden=int(settings.hidden_size),
         inner=int(getattr(settings, "intermediate_size", 4 * settings.hidden_size)),
-        attention=int(settings.num_attention_heads) * int(getattr(settings, "head_dim", None) or 0)
-        or int(settings.hidden_size),
+        attention=attention,
         vocabulary=int(settings.vocab_size),
         linear=linear,
         other=sum(weight.numel() for weight in model.parameters()) - linear,
@@ -108,11 +111,12 @@ def shapes_of(config: Config) -> Shapes:
         heads=sum(weight.numel() for weight in heads.parameters()),
         own=0 if heads.w2 is None else heads.w2.numel(),
         stored=(linear * 9 // 16) if quantised else None,
+        kv=attention // queries * int(getattr(settings, "num_key_value_heads", None) or queries),
     )
 
 
-def memory(config: Config, shapes: Shapes) -> dict[str, int]:
-    """Return the bytes that a run takes on its device, by what they are for (estimated; one process, not sharded).
+def memory(config: Config, shapes: Shapes, shards: int = 1) -> dict[str, int]:
+    """Return the bytes that a process takes on its device, by what they are for (estimated; weights in `shards` parts).
 
     P are the backbone's weights, Q those of its linear layers, h the heads', w their own projections', a the adapter's,
     t all trained ones; e the bytes of a number in the model's dtype. A micro-batch has n = micro_batch_size * length
@@ -122,14 +126,17 @@ def memory(config: Config, shapes: Shapes) -> dict[str, int]:
     - backbone: P e; with 4 (8) bits Q * 4.5 (8) / 8 + (P - Q) e. If all its weights are trained, 4 P.
     - trained weights: 4 (h + a).
     - gradients: 4 t, and again 4 w if a step has several micro-batches.
-    - optimiser: 8 t (adamw_8bit: 2 t), and 4 w that an update needs for a moment.
+    - optimiser: 8 t (adamw_8bit: 2 t).
+    - with several shards, a process has its share of these four, and whole for a moment: two layers, and all weights
+      outside the layers.
     - activations, frozen backbone: n e (6 H + 3 I + A), of the widest layer, A the width of attention. If the backbone
       is trained, n e (20 H + 9 I + A) for every layer (with the adapter's inputs and their dropout); with gradient
       checkpointing, for one layer, and n H e for every layer. The mask of packed rows: n length.
     - heads' states: 4 K n H (3 L + 3), with a root input 4 K n H more, with F feature layers 12 n H (1 + F).
     - logits: 6 C V' (with the gradient in 16 bits) and for own projections 2 V' H (chunks that wait for their product)
-      + 4 V' H (one head's operand). If the backbone is trained, 6 C V more; with soft labels 14 C V' + 2 V' H (the
-      teacher's logits, two softmaxes, and the teacher's operand).
+      + 4 V' H (one head's operand). If the backbone is trained, 6 C V more, and if all its weights are, 2 Q (operands
+      in 16 bits, until the step ends) + 4 V H (lm_head's gradient); with soft labels 14 C V' + 2 V' H (the teacher's
+      logits, two softmaxes, and the teacher's operand).
 
     Left out: the program itself and its libraries (about 1 GB on the host; about 0.5 GB of a GPU), fragmentation, and
     on the host the best heads so far (4 h, `Trainer.best`) and what a checkpoint is written from.
@@ -165,14 +172,21 @@ def memory(config: Config, shapes: Shapes) -> dict[str, int]:
     operands = 0 if config.heads.shared_projection else 6 * candidates * shapes.hidden
     if config.trains_backbone:
         operands += 6 * chunk * shapes.vocabulary
+    if whole:
+        operands += 2 * linear + 4 * shapes.vocabulary * shapes.hidden
     if config.loss.targets != "hard":
         operands += (14 * chunk + 2 * shapes.hidden) * candidates
     again = 4 * shapes.own if rates.batch_size > rates.micro_batch_size else 0
-    return {
+    held = {
         "backbone": backbone,
         "trained weights": 4 * own,
         "gradients": 4 * trained + again,
-        "optimiser": (2 if rates.optimizer == "adamw_8bit" else 8) * trained + 4 * shapes.own,
+        "optimiser": (2 if rates.optimizer == "adamw_8bit" else 8) * trained,
+    }
+    if shards > 1:
+        held = {name: count // shards for name, count in held.items()}
+        held["whole for a moment"] = (4 if whole else e) * (other + 2 * linear // shapes.layers) + 4 * own
+    return held | {
         "activations": activations,
         "heads' states": 4 * positions * shapes.hidden * (heads * (3 * blocks + 3 + rooted) + mapped),
         "logits": 6 * chunk * candidates + operands,
@@ -237,14 +251,19 @@ class Pace:
         micro = rates.micro_batch_size * processes
         for stage in stages(config, rows):
             pace = self if self.first is None or stage.trains_backbone else self.first
-            epochs = stage.steps * rates.batch_size / rows
-            passes = stage.steps * (rates.batch_size / micro if processes == 1 else math.ceil(rates.batch_size / micro))
+            of_epoch = math.ceil(rows / rates.batch_size)  # of its steps the last one may have fewer rows
+            epochs = stage.steps / of_epoch
+            batches = rows / micro
+            if processes > 1:
+                full, rest = divmod(rows, rates.batch_size)
+                batches = full * math.ceil(rates.batch_size / micro) + math.ceil(rest / micro)
+            passes = stage.steps / of_epoch * batches
             files = (Path(source.path).expanduser() for source in config.data.train)
             saved = all(states_file(file, config.heads.feature_layers).is_file() for file in files)
             read = 1.0 if config.data.cache_hidden is None else 0.0 if saved else min(1.0, epochs) / epochs
             total += passes * (pace.backbone * read + pace.heads) + stage.steps * pace.update
             # Measuring has no gradients, of about two thirds of the work.
-            measured = math.ceil(stage.steps / (config.output.evaluate_steps or math.ceil(rows / rates.batch_size)))
+            measured = math.ceil(stage.steps / (config.output.evaluate_steps or of_epoch))
             total += measured * held_out / micro * (pace.backbone + pace.heads / 3)
         return total
 
@@ -343,9 +362,9 @@ def _core_share(device: torch.device) -> Callable[[], float]:
     return lambda: (time.thread_time() - cpu) / (time.perf_counter() - wall)
 
 
-def describe_memory(config: Config, shapes: Shapes, device: torch.device | machines.Gpu) -> list[str]:
-    """Return the memory of a run as lines of text, with what the device has, or a GPU that is not here."""
-    parts = memory(config, shapes)
+def describe_memory(config: Config, shapes: Shapes, device: torch.device | machines.Gpu, shards: int = 1) -> list[str]:
+    """Return the memory of a process as lines of text, with what the device has, or a GPU that is not here."""
+    parts = memory(config, shapes, shards)
     free: int | None
     if isinstance(device, machines.Gpu):
         free, has = device.memory, f" of the {size(device.memory)} of one {device.name}"
@@ -353,7 +372,8 @@ def describe_memory(config: Config, shapes: Shapes, device: torch.device | machi
         free = available(device)
         has = "" if free is None else f" of the {size(free)} that {device_name(device)} has free"
     total = sum(parts.values())
-    lines = [f"memory (estimated, without the program itself): {size(total)}{has}"]
+    of_each = f"of each of {shards} processes, " if shards > 1 else ""
+    lines = [f"memory ({of_each}estimated, without the program itself): {size(total)}{has}"]
     lines += [f"  {name:16} {size(count):>12}" for name, count in parts.items()]
     if free is not None and total > free:
         lines.append(
@@ -378,10 +398,10 @@ def describe_time_on(count: int, gpu: machines.Gpu, config: Config, rows: Rows, 
     )
 
 
-def describe_time(config: Config, rows: Rows, pace: Pace) -> str:
+def describe_time(config: Config, rows: Rows, pace: Pace, processes: int = 1) -> str:
     """Return the time of a run on an idle machine as a line of text, with a second one if it is busy now."""
     held_out = 0 if rows.held_out is None else len(rows.held_out)
-    seconds = pace.seconds(config, len(rows.train), held_out)
+    seconds = pace.seconds(config, len(rows.train), held_out, processes)
     if pace.how == "measured":
         how = "from a micro-batch measured here"
     else:

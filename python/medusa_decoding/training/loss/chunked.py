@@ -42,10 +42,14 @@ class Loss:
 
 
 class Criterion(Protocol):
-    """The loss of logits, chunk by chunk: the `sums` and `hits` so far; see `Loss`."""
+    """The loss of logits, chunk by chunk: the `sums` and `hits` so far; see `Loss`.
+
+    `width` is that of its teacher's projection, 0 without one.
+    """
 
     sums: Tensor
     hits: Tensor
+    width: int
 
     def __call__(self, head: int, rows: slice, logits: Tensor, dtype: torch.dtype | None) -> Tensor | None:
         """Count a chunk; return the gradient of its logits in `dtype` or theirs, or None if that is None.
@@ -78,7 +82,7 @@ def chunked_loss(
         tensor.requires_grad for tensor in (states, *projection.parameters)
     )
     if chunk is None:
-        chunk = max(1, CHUNK_ELEMENTS[states.device.type] // projection.size)
+        chunk = max(1, CHUNK_ELEMENTS[states.device.type] // max(projection.width, criterion.width))
         chunk = chunk - chunk % 128 or chunk  # whole tiles of a GPU's product
     total = _Chunked.apply(projection, criterion, scales, chunk, wants_gradient, states, *projection.parameters)
     outside = torch.zeros_like(counts) if outside is None else outside
@@ -130,6 +134,8 @@ class CrossEntropy:
     A `Criterion` for targets int64 [K, T], rows of the projection or IGNORE. Hits are counted for the top 1 to `top`
     candidates (0: none). Of equal logits the lower row goes first.
     """
+
+    width = 0
 
     def __init__(self, targets: Tensor, top: int, dtype: torch.dtype) -> None:
         self.sums = torch.zeros(len(targets), dtype=dtype, device=targets.device)

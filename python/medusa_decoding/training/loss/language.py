@@ -112,7 +112,7 @@ class Divergence:
         self.sums = torch.zeros(len(places), dtype=dtype, device=states.device)
         self.hits = places.new_zeros(len(places), 0) if hard is None else hard.hits
         self._teacher, self._states, self._places = teacher, states.detach(), places
-        self._hard = hard
+        self._hard, self.width = hard, teacher.width
 
     def __call__(self, head: int, rows: slice, logits: Tensor, dtype: torch.dtype | None) -> Tensor | None:
         """See `Criterion`."""

@@ -34,11 +34,13 @@ class Projection(Protocol):
 
     Attributes:
         size: V', the number of logits per position.
+        width: the number that are computed for a moment, V of a module that is called for fewer tokens.
         parameters: the tensors that `gradients` returns the gradients of, in its order.
         dtype: what `backward` rounds the gradient of the last `logits` to.
     """
 
     size: int
+    width: int
     parameters: tuple[Tensor, ...]
     dtype: torch.dtype
 
@@ -152,7 +154,7 @@ class Matrix:
     """
 
     def __init__(self, weight: Tensor, dtype: torch.dtype, token_map: Tensor | None = None) -> None:
-        self.size = weight.shape[-2] if token_map is None else len(token_map)
+        self.size = self.width = weight.shape[-2] if token_map is None else len(token_map)
         self.parameters: tuple[Tensor, ...] = (weight,)
         self._weight, self._dtype, self._map = weight.detach(), dtype, token_map
         self._types = _operand_types(dtype, weight.device)
@@ -261,7 +263,7 @@ class Called:
     """
 
     def __init__(self, module: nn.Module, size: int, token_map: Tensor | None = None, trains: bool = True) -> None:
-        self.size = size
+        self.size, self.width = size, int(getattr(module, "out_features", size))
         self.parameters: tuple[Tensor, ...] = tuple(p for p in module.parameters() if p.requires_grad and trains)
         self._module, self._map = module, token_map
         # The first type that is not of packed integers: with LoRA, that of the base layer.
@@ -277,6 +279,9 @@ class Called:
             states = states.detach().requires_grad_(wants_gradient)
             output = self._module(states)
             output = output if self._map is None else output.index_select(-1, self._map)
+        if not wants_gradient:
+            # PyTorch 2.10 and earlier would give the casts made here, which have no history, to a call with gradients.
+            torch.clear_autocast_cache()
         self.dtype = output.dtype
         self._graph = (states, output) if wants_gradient else None
         return output.detach().to(sum_type(output.dtype), copy=True)
@@ -318,7 +323,7 @@ class Parents:
 
     def __init__(self, inner: Projection, heads: MedusaHeads, parents: Tensor) -> None:
         self._inner, self._parents, self._own = inner, heads.parent_rows(parents), heads.parent_term
-        self.size = inner.size
+        self.size, self.width = inner.size, inner.width
         self.parameters: tuple[Tensor, ...] = (*inner.parameters, *self._own)
         self._wide: list[Tensor] = []
         self._sums: list[Tensor] = []
