@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import medusa_kernels
+from medusa_decoding import cli
 from medusa_decoding.backbone import fused_layers
 from medusa_decoding.cli import demo, main
 from medusa_decoding.demo import CHECKPOINT
@@ -52,11 +53,29 @@ def test_generate_streams_the_same_text(capsys, checkpoint, model_text):
         (["generate", "--model", "HEADS", "--prompt", "a" * 128], "fewer than 128 tokens .*got 128"),
         (["generate", "--model", "HEADS", "--prompt", "a", "--tree", "chain:4"], "depth 4, expected at most 3"),
         (["generate", "--model", "EMPTY", "--prompt", "a"], "expected a checkpoint of Medusa heads"),
+        (["tree", "show", "HEADS", "--device", "gpu"], "--device: expected cpu, cuda or a number .*, got gpu"),
+        (["generate", "--prompts", "EMPTY", "--out", "OUT"], "--out: expected a file outside the folder of"),
+        (["demo", "--base-model", "EMPTY"], "--base-model needs --model"),
     ],
 )
 def test_bad_input_is_one_line_and_code_2(refused, checkpoint, tmp_path, argv, words):
-    places = {"HEADS": checkpoint / "heads", "EMPTY": tmp_path}
+    places = {"HEADS": checkpoint / "heads", "EMPTY": tmp_path, "OUT": tmp_path / "a.jsonl"}
     refused(words, *(places.get(arg, arg) for arg in argv))
+
+
+def test_an_out_of_memory_error_of_a_gpu_is_one_line(refused, monkeypatch):
+    def run(args):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+    monkeypatch.setattr("medusa_decoding.cli.doctor.run", run)
+    refused("CUDA out of memory", "doctor")
+
+
+def test_piped_text_may_have_a_byte_order_mark_and_any_line_ends(monkeypatch):
+    piped = io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbfa\r\nb\xc3\xa4\n"), encoding="ascii", newline="\n")
+    monkeypatch.setattr("sys.stdin", piped)
+    cli._prepare_streams()
+    assert piped.read() == "a\nb\u00e4\n"
 
 
 def test_demo_compares_three_ways(capsys, checkpoint, monkeypatch):

@@ -54,7 +54,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         drop_output()
         return BROKEN_PIPE
-    except (ValueError, OSError, MemoryError, FloatingPointError, ModuleNotFoundError) as error:
+    except (ValueError, OSError, MemoryError, FloatingPointError, ModuleNotFoundError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and type(error).__name__ != "OutOfMemoryError":  # torch's, of a GPU
+            raise
         words = " ".join(str(error).splitlines()) or type(error).__name__
         # A name from a file must not control the terminal.
         print("medusa:", re.sub(r"[\x00-\x1f\x7f-\x9f]", lambda found: ascii(found[0])[1:-1], words), file=sys.stderr)
@@ -136,15 +138,15 @@ def _quieten_libraries() -> None:
 def _prepare_streams() -> None:
     """Open streams that the caller closed, and escape text that the locale's encoding cannot write.
 
-    Piped input is UTF-8 whatever the locale says. Bytes that are not UTF-8 do not end the reading: they stay in the
-    text, and `check_text` refuses them.
+    Piped input is UTF-8 whatever the locale says, with or without a byte order mark, and with any line ends. Bytes that
+    are not UTF-8 do not end the reading: they stay in the text, and `check_text` refuses them.
     """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  (stays open)
     if isinstance(sys.stdin, io.TextIOWrapper) and not sys.stdin.isatty():
         with contextlib.suppress(io.UnsupportedOperation):  # it has been read from already
-            sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape")
+            sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape", newline=None)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")

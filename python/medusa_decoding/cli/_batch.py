@@ -13,6 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from medusa_decoding.chat.streaming import AnswerText
@@ -130,6 +131,9 @@ def run(args: argparse.Namespace) -> int:
     check_writable("--out", args.out)
     if not args.resume:
         check_new(args.out, "--out")
+    for source in args.prompts:
+        if Path(source).expanduser().resolve() in args.out.expanduser().resolve().parents:
+            raise ValueError(f"--out: expected a file outside the folder of prompts {source}, got {args.out}")
     prompts = read_prompts(args.prompts, turns=1)
     check(args, prompts)
     _arguments.resolve_device(args)

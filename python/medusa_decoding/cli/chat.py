@@ -81,7 +81,7 @@ class Chat:
                 self._note("interrupted: the message was dropped and the history is unchanged (/retry sends it again)")
             except BrokenPipeError:  # nobody reads the answers
                 raise
-            except (ValueError, OSError, MemoryError, FloatingPointError) as error:
+            except (ValueError, OSError, MemoryError, FloatingPointError, torch.OutOfMemoryError) as error:
                 self.failed = True
                 self._note(" ".join(str(error).split()) or type(error).__name__)
             if self.left:

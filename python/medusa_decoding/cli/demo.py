@@ -19,7 +19,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from medusa_decoding.chat.streaming import CONTROLS
 from medusa_decoding.chat.template import prompt_encoder
-from medusa_decoding.checkpoints import pretrained, tuning_file
+from medusa_decoding.checkpoints import load_base_model, pretrained, read_heads, tuning_file
 from medusa_decoding.cli import _arguments, _display
 from medusa_decoding.cli._arguments import torch_dtype
 from medusa_decoding.decode.runtime.steps import resolve_backend
@@ -62,13 +62,14 @@ def _run(args: argparse.Namespace) -> int:
     if args.max_new_tokens is None:
         args.max_new_tokens = 400 if embedded else 100
     heads = CHECKPOINT / "heads" if embedded else _arguments.heads_folder(args)
-    name = str(CHECKPOINT / "base") if embedded else _arguments.base_model(args)
-    tokenizer = pretrained.load_tokenizer(name)
+    if embedded and args.base_model is not None:
+        raise ValueError("--base-model needs --model, the heads")
+    tokenizer = pretrained.load_tokenizer(str(CHECKPOINT / "base")) if embedded else _arguments.load_tokenizer(args)
     encoder = prompt_encoder(tokenizer, None, [])
     prompts = [torch.tensor([encoder.encode([{"role": "user", "content": text}])]) for text in asked]
     console = None if args.json else _display.terminal()
     dtype = torch_dtype(args.dtype)
-    base = pretrained.load_model(name, dtype=dtype)
+    base = load_base_model(read_heads(heads), args.base_model, dtype=dtype)
     swapped = copy.deepcopy(base)
     with MedusaModel.from_pretrained(heads, swapped, tree=args.tree, backend=args.backend) as model:
         stored = stored_tree(model, heads)
@@ -78,7 +79,7 @@ def _run(args: argparse.Namespace) -> int:
             knows = " (medusa demo --help says what it knows)" if embedded else ""
             print(f"A model of {size / 1e6:.1f}M parameters{knows} is asked:\n")
             print(f"{asked[0].translate(CONTROLS)}\n")
-        choose_threads(base, prompts[0])
+        choose_threads(base, prompts[0], tokenizer)
         if console is not None:
             runs = race(model, base, tokenizer, prompts[0], args.max_new_tokens, stored)
             if console.width < _display.PANEL * len(runs):
@@ -90,10 +91,11 @@ def _run(args: argparse.Namespace) -> int:
                 prompts[0],
                 max_new_tokens=args.max_new_tokens,
                 streamer=encoder.streamer(),
+                tokenizer=tokenizer,
             )
             print()
         with Progress(args.rounds, "round", shown=console is not None, leave=False) as progress:
-            result = compare(model, base, prompts, args.max_new_tokens, args.rounds, stored, progress.update)
+            result = compare(model, base, tokenizer, prompts, args.max_new_tokens, args.rounds, stored, progress.update)
         backend = resolve_backend(args.backend, model.backbone.device)
     answers = zip(asked, [encoder.answer(ids) for ids in result.pop("texts")], strict=True)
     result["checks"] = [
@@ -117,15 +119,27 @@ def check(text: str, answer: str) -> dict[str, Any]:
     return {"request": text, "answer": answer, "kind": None if request is None else request.kind, "problem": found}
 
 
-def choose_threads(base: Any, ids: torch.Tensor) -> None:
+def choose_threads(base: Any, ids: torch.Tensor, tokenizer: Any) -> None:
     """Use one thread if that is faster: on a busy machine, threads that wait for each other wait for other programs."""
     seconds = {}
     for threads in dict.fromkeys((torch.get_num_threads(), 1)):
         torch.set_num_threads(threads)
         start = time.perf_counter()
-        base.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=TRIAL, do_sample=False)
+        greedy(base, ids, TRIAL, tokenizer)
         seconds[threads] = time.perf_counter() - start
     torch.set_num_threads(min(seconds, key=seconds.__getitem__))
+
+
+def greedy(base: Any, ids: torch.Tensor, new_tokens: int, tokenizer: Any, **given: Any) -> Any:
+    """Generate by transformers; the tokenizer is for stop strings that the model's own generation config may have."""
+    return base.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        tokenizer=tokenizer,
+        **given,
+    )
 
 
 def stored_tree(model: MedusaModel, heads: Path) -> Tree | None:
@@ -146,13 +160,11 @@ def race(
     choice = model.tree_choice(tree=stored)
 
     def record(label: str, tree: Tree | Literal["auto"]) -> _display.Run:
-        generate = functools.partial(model.generate, ids, None, new_tokens, tree)
-        model.generate(ids, None, new_tokens if tree == "auto" else min(TRIAL, new_tokens), tree)
+        generate = functools.partial(model.generate, ids, None, new_tokens, tree, tokenizer=tokenizer)
+        model.generate(ids, None, new_tokens if tree == "auto" else min(TRIAL, new_tokens), tree, tokenizer=tokenizer)
         return _display.record(label, generate, tokenizer)
 
-    theirs = functools.partial(
-        base.generate, ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False
-    )
+    theirs = functools.partial(greedy, base, ids, new_tokens, tokenizer)
     return [
         _display.record("transformers", theirs, tokenizer, tells_steps=False),
         record("plain decoding", Tree([])),
@@ -163,6 +175,7 @@ def race(
 def compare(
     model: MedusaModel,
     base: Any,
+    tokenizer: Any,
     prompts: list[torch.Tensor],
     new_tokens: int,
     rounds: int,
@@ -178,11 +191,10 @@ def compare(
     tree_nodes: Counter[int] = Counter()
 
     def transformers(ids: torch.Tensor) -> list[int]:
-        out = base.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens, do_sample=False)
-        return out[0, ids.shape[1] :].tolist()
+        return greedy(base, ids, new_tokens, tokenizer)[0, ids.shape[1] :].tolist()
 
     def ours(ids: torch.Tensor, name: str, tree: Tree | None = None) -> list[int]:
-        output = model.generate(ids, max_new_tokens=new_tokens, tree=tree, metrics=True)
+        output = model.generate(ids, max_new_tokens=new_tokens, tree=tree, metrics=True, tokenizer=tokenizer)
         assert isinstance(output, MedusaOutput)
         if name in accept_lengths:
             accept_lengths[name].extend(output.accept_lengths[0])

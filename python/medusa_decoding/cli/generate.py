@@ -51,10 +51,7 @@ def generate(args: argparse.Namespace, text: str, prints: bool) -> None:
     encoder = ChatTemplate(tokenizer, args.template) if args.chat else PromptEncoder(tokenizer)
     placed = {"distributed_config": DistributedConfig(tp_plan="auto")} if args.tensor_parallel else {}
     with _arguments.load_model(args, **placed) as model:
-        if args.chat:
-            ids = torch.tensor([encoder.encode([{"role": "user", "content": text}])])
-        else:
-            ids = tokenizer(text, return_tensors="pt").input_ids
+        ids = torch.tensor([encoder.encode([{"role": "user", "content": text}])], dtype=torch.int64)
         eos = token_list(model.backbone.causal_lm.generation_config.eos_token_id)
         start = time.perf_counter()
         output = model.generate(

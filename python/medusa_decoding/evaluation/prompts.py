@@ -65,7 +65,8 @@ class Conversations:
     def __init__(
         self, model: MedusaModel, tokenizer: Any, template: str | None = None, prompt_tokens: int = PROMPT_TOKENS
     ) -> None:
-        self.eos = token_list(model.backbone.causal_lm.generation_config.eos_token_id)
+        own = model.backbone.causal_lm.generation_config
+        self.eos, self._own_stops = token_list(own.eos_token_id), bool(own.stop_strings)
         self.chat = prompt_encoder(tokenizer, template, self.eos)
         self._plain, self._prompt_tokens = PromptEncoder(tokenizer, self.eos), prompt_tokens
 
@@ -90,7 +91,8 @@ class Conversations:
         encoder = self.chat if prompt is None else self._encoder(prompt)
         ends, stops = encoder.ends(self.eos), encoder.stop_strings(stop_strings)
         found: dict[str, Any] = {"eos_token_id": ends} if ends else {}
-        return found | ({"stop_strings": stops, "tokenizer": encoder.tokenizer} if stops else {})
+        found |= {"stop_strings": stops} if stops else {}
+        return found | ({"tokenizer": encoder.tokenizer} if stops or self._own_stops else {})
 
     def _encoder(self, prompt: Prompt) -> PromptEncoder:
         return self._plain if prompt.is_text else self.chat

@@ -53,11 +53,10 @@ def walk(calibration: Calibration, tree: Tree) -> Walked:
     """Replay a tree along all texts of a calibration.
 
     Raises:
-        ValueError: the heads cannot fill the tree, or it has ranks that were not counted, is dynamic or has a copied
-            branch.
+        ValueError: the heads cannot fill the tree, or it is dynamic or has a copied branch.
     """
     check_walkable(tree)
-    tree.check_fits(calibration.num_heads, calibration.ranks)
+    tree.check_fits(calibration.num_heads, max(calibration.ranks, tree.top_k))  # others are never right
     branches = branches_of(tree)
     tokens, steps = [], []
     starts: Counter[RankPath] = Counter()
