@@ -205,7 +205,7 @@ def test_recipes_can_be_read(file):
     assert len(config.warnings()) == paper
 
 
-@pytest.mark.parametrize("family", workshop.FAMILIES)
+@pytest.mark.parametrize("family", ["smollm3", "granite", "gemma2", "qwen3_moe"])
 def test_a_first_config_of_another_family_trains_heads_that_generate(tmp_path, monkeypatch, capsys, family):
     """And that are exported for vLLM, which reads neither the root's nor the parents' term."""
     monkeypatch.chdir(tmp_path)

@@ -50,6 +50,7 @@ def test_search_compares_its_methods(capsys, file, tmp_path):
     assert three["paths"]["tree"] == [[0], [0, 0]]
     assert three["paths"]["different_nodes"] == 1
     assert five["paths"]["tree"] == [[0], [1], [0, 0], [1, 1]]
+    assert five["paths"]["held_out"]["paths"]["value"] == 1 + 0.75 + 0.25 + 0.25 + 0.0
     assert main([*argv, "--held-out", str(tmp_path / "other.json")]) == 0
     assert capsys.readouterr().out.splitlines()[1].split()[-2:] == ["2.000", "2.000"]
 

@@ -16,19 +16,6 @@ TREE = Tree.cartesian([3, 2])
 NEW = 16
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_undo_restores_the_original_modules(family):
-    model = tiny(family)
-    attentions = [layer.self_attn for layer in model.model.layers]
-    keys = list(model.state_dict())
-    swap = AttentionSwap(model.model.layers)
-    assert all(isinstance(layer.self_attn, TreeAttention) for layer in model.model.layers)
-    assert list(model.state_dict()) == keys
-    swap.undo()
-    swap.undo()
-    assert all(layer.self_attn is old for layer, old in zip(model.model.layers, attentions, strict=True))
-
-
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_swapped_model_is_unchanged_for_other_callers(family, implementation):

@@ -122,7 +122,7 @@ def test_turns_in_chunks_write_the_text_of_plain_decoding(family, cache, monkeyp
         assert session.reused > 23
 
 
-@pytest.mark.parametrize("family", MORE_FAMILIES)
+@pytest.mark.parametrize("family", ["phi3", "granite", "gemma2", "qwen3_moe"])
 def test_sampled_texts_have_the_probabilities_of_the_model(family, monkeypatch):
     """Logits of Granite and Gemma are divided or capped in the op that draws."""
     monkeypatch.setattr("medusa_decoding.decode.selection.sampling.allowed_logits", None)
@@ -168,7 +168,7 @@ def test_longrope_within_the_trained_length_and_beyond_it():
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-@pytest.mark.parametrize("family", MORE_FAMILIES)
+@pytest.mark.parametrize("family", ["phi3", "gemma2", "olmo2", "qwen3_moe"])
 def test_quantised_modules_write_the_same_text(family):
     """Joint projections are divided by rows, with their scales; beside experts the attention's are quantised."""
     from torchao.quantization import Int8WeightOnlyConfig, quantize_

@@ -1,8 +1,6 @@
 """Tree: order, derived tensors, refusals, search and files."""
 
 import importlib
-import itertools
-import math
 
 import pytest
 import torch
@@ -92,32 +90,6 @@ def test_bad_files_are_named(tmp_path, content):
     (tmp_path / "bad.json").write_bytes(content)
     with pytest.raises(ValueError, match=r"bad\.json"):
         Tree.load(tmp_path / "bad.json")
-
-
-def every_tree(rows: int, ranks: int, size: int):
-    """All prefix-closed sets of `size` paths over `rows` heads with `ranks` ranks."""
-    paths = [p for d in range(1, rows + 1) for p in itertools.product(range(ranks), repeat=d)]
-    for subset in itertools.combinations(paths, size):
-        chosen = set(subset)
-        if all(len(p) == 1 or p[:-1] in chosen for p in chosen):
-            yield chosen
-
-
-accuracy = st.floats(0.0, 1.0, allow_nan=False)
-
-
-@given(st.lists(st.lists(accuracy, min_size=2, max_size=2), min_size=1, max_size=3), st.integers(1, 4))
-@settings(max_examples=40, deadline=None)
-def test_optimal_is_the_best_of_all_trees(accuracies, size):
-    possible = sum(2**d for d in range(1, len(accuracies) + 1))
-    size = min(size, possible)
-    best = max(
-        1 + sum(math.prod(accuracies[k][r] for k, r in enumerate(path)) for path in chosen)
-        for chosen in every_tree(len(accuracies), 2, size)
-    )
-    tree = Tree.optimal(accuracies, size + 1)
-    assert tree.num_nodes == size + 1
-    assert tree.expected_tokens(accuracies) == pytest.approx(best, abs=1e-12)
 
 
 def test_heads_may_have_different_numbers_of_ranks():

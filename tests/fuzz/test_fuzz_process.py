@@ -76,11 +76,6 @@ def torch_is_loading(pid):
         return "libtorch" in maps.read()
 
 
-def test_the_commands_module_imports_no_torch():
-    code = "import sys, medusa_decoding.cli, medusa_decoding; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_closed_standard_input_is_an_empty_one(monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", None)
     assert main(["generate"]) == 2

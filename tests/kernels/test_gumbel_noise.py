@@ -138,26 +138,6 @@ def test_follows_the_gumbel_distribution(device: str) -> None:
     assert abs(found.var().item() / (math.pi**2 / 6) - 1) < 4 * math.sqrt(4.4 / count)
 
 
-def test_neighbours_are_independent(device: str) -> None:
-    """Tokens of one counter, of the next ones, places and seeds: each correlation below 4 standard errors."""
-    found = uniform(make([5, 6, 5 + 2**32], [0, 0, 0], 8, 10_000, device).cpu()) - 0.5
-    limit = 4 / math.sqrt(found[0].numel() / 2)
-    pairs = [(found[..., :-shift], found[..., shift:]) for shift in (1, 2, 3, 4, 8, 16, 32)]
-    pairs += [(found[:, :-shift], found[:, shift:]) for shift in (1, 2, 4)]
-    pairs += [(found[a], found[b]) for a, b in ((0, 1), (0, 2), (1, 2))]
-    for a, b in pairs:
-        assert abs((a * b).mean().item() * 12) < limit
-
-
-def test_argmax_samples_the_softmax(device: str) -> None:
-    """Chi-square of 6 degrees of freedom, of 8 texts' 2,500 places; 99.9 per cent of all samples are below 22.46."""
-    logits = torch.tensor([2.0, 1.0, 0.5, 0.0, -0.5, -1.0, -3.0])
-    found = make(list(range(8)), list(range(0, 80, 10)), 2500, 7, device).cpu()
-    counts = (logits + found).argmax(-1).flatten().bincount(minlength=7)
-    expected = logits.double().softmax(0) * counts.sum()
-    assert ((counts - expected) ** 2 / expected).sum() < 22.46
-
-
 BAD = {
     "seeds-dtype": ({"seeds": torch.zeros(2).int()}, "seeds: expected dtype int64, got int32"),
     "first-shape": ({"first": torch.zeros(3).int()}, r"first: expected shape \[2\], got \[3\]"),

@@ -71,6 +71,7 @@ def test_products_search_is_the_best_of_all_trees(seed, shape, size):
     tree = Tree.optimal(accuracies, size + 1)
     found = sum(math.prod(accuracies[k][rank] for k, rank in enumerate(path)) for path in tree.choices)
     assert 1 + found == pytest.approx(best, abs=1e-12)
+    assert (tree.num_nodes, tree.expected_tokens(accuracies)) == (size + 1, pytest.approx(best, abs=1e-12))
 
 
 def test_unseen_paths_are_ordered_by_their_product():
@@ -79,29 +80,6 @@ def test_unseen_paths_are_ordered_by_their_product():
     assert joint_tree(calibration, 4).choices == [[0], [1], [0, 0]]
     # 0.5 * 0.25 beats 0.25 * 0.5 by its place alone, and both beat 0.25 * 0.25.
     assert joint_tree(calibration, 6).choices == [[0], [1], [0, 0], [0, 1], [1, 0]]
-
-
-def test_comparison_by_hand():
-    """Heads that are right together: after rank 0 only rank 0, after rank 1 only rank 1."""
-    calibration = with_counts({(0, 0): 5, (1, 1): 4, (NONE, NONE): 1})
-    held_out = with_counts({(0, 0): 1, (1, 0): 1, (0, NONE): 2})
-    (plain, joint, _), (plain_5, joint_5, _) = search_trees(calibration, [3, 5], held_out)
-    assert (plain.by, joint.by) == (PRODUCTS, PATHS)
-    assert plain.tree == Tree([[0], [1]])  # 0.5, 0.4, then 0.5 * 0.5
-    assert joint.tree == Tree([[0], [0, 0]])
-    assert (plain.different, joint.different) == (0, 1)
-    assert (plain.expected.independent.value, plain.expected.paths.value) == pytest.approx((1.9, 1.9))
-    assert (joint.expected.independent.value, joint.expected.paths.value) == pytest.approx((1.75, 2.0))
-    assert plain.held_out.paths.value == joint.held_out.paths.value == pytest.approx(1 + 0.75 + 0.25)
-    # Of texts of two positions: 20 tokens; a text that is not begun right takes two steps.
-    assert (plain.expected.walked.value, joint.expected.walked.value) == pytest.approx((20 / 11, 20 / 15))
-    assert joint_5.tree == Tree([[0], [1], [0, 0], [1, 1]])
-    # 0.5, 0.4, 0.25, and one of the two paths of 0.2, which were never seen.
-    assert (plain_5.expected.independent.value, plain_5.expected.paths.value) == pytest.approx((2.35, 2.4))
-    assert joint_5.expected.paths.value == pytest.approx(2.8)
-    assert joint_5.different == 1
-    assert joint_5.held_out.paths.value == pytest.approx(1 + 0.75 + 0.25 + 0.25 + 0.0)
-    assert search_trees(calibration, [3])[0][0].held_out is None
 
 
 def test_comparison_of_texts_has_a_third_tree():
