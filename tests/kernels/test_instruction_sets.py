@@ -370,3 +370,13 @@ def test_one_hot_rows_return_columns_bit_for_bit() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_set_serves_a_cache_in_8_bits(dtype: torch.dtype) -> None:
     test_cache_rows.test_layers_append_and_read_rows_in_8_bits("cpu", dtype, 80, {"windows": (0, 6)})
+
+
+def test_small_numbers_of_fp8_are_no_zeros_where_denormal_floats_are() -> None:
+    codes = torch.arange(64, dtype=torch.uint8).view(torch.float8_e4m3fn)[None]  # 1 to 7 are below the least exponent
+    try:
+        torch.set_flush_denormal(True)
+        got = decode_linear(torch.eye(64), [codes], scales=[torch.ones(1)])
+    finally:
+        torch.set_flush_denormal(False)
+    assert torch.equal(got[:, 0], codes[0].float())
