@@ -92,8 +92,8 @@ def test_of_divided_weights_a_process_has_its_share():
     one, eight = (estimate.memory(config, shapes, shards) for shards in (1, 8))
     for held in ("backbone", "trained weights", "gradients", "optimiser"):
         assert eight[held] == one[held] // 8
-    # Two layers, the embedding, lm_head and the heads are whole for a moment, in float32.
-    assert eight["whole for a moment"] == pytest.approx(4 * (2 * 218_103_808 + 1_050_939_392 + 610_000_000))
+    # Two layers, the embedding, lm_head and the heads are gathered at a time, in float32.
+    assert eight["gathered weights"] == pytest.approx(4 * (2 * 218_103_808 + 1_050_939_392 + 610_000_000))
 
 
 @pytest.mark.parametrize("targets", ["hard", "kl"])

@@ -69,9 +69,10 @@ def _run(args: argparse.Namespace) -> int:
     prompts = [torch.tensor([encoder.encode([{"role": "user", "content": text}])]) for text in asked]
     console = None if args.json else _display.terminal()
     dtype = torch_dtype(args.dtype)
-    base = load_base_model(read_heads(heads), args.base_model, dtype=dtype)
+    checkpoint = read_heads(heads)
+    base = load_base_model(checkpoint, args.base_model, dtype=dtype)
     swapped = copy.deepcopy(base)
-    with MedusaModel.from_pretrained(heads, swapped, tree=args.tree, backend=args.backend) as model:
+    with MedusaModel.from_checkpoint(swapped, checkpoint, args.tree, args.backend) as model:
         stored = stored_tree(model, heads)
         if not args.json:
             parts = [part for part in (model.backbone.causal_lm, model.heads) if part is not None]

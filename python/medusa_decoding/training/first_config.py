@@ -388,11 +388,8 @@ def _fit(chosen: FirstConfig) -> None:
     if chosen.distills and chosen.free is not None:
         shapes, kind = chosen.shapes, DTYPES[chosen.get("model.dtype")]
         text = 2 * shapes.layers * shapes.kv * kind.itemsize * chosen.get("data.length")
-        room, asked = (
-            ROOM * chosen.free - memory(chosen.config, shapes)["backbone"],
-            chosen.get("generation.batch_size"),
-        )
-        if asked * text > room:
+        room = ROOM * chosen.free - memory(chosen.config, shapes)["backbone"]
+        if chosen.get("generation.batch_size") * text > room:
             chosen.set("generation.batch_size", max(1, int(room // text)), "as many answers as fit at once")
 
 

@@ -172,8 +172,8 @@ class Answers:
     async def start(self) -> None:
         """Submit the request; raises `ApiError` if the engine refuses it."""
         if self._timeout is not None:
-            left_over = self._timeout - (time.perf_counter() - self._began)
-            self._timer = self._loop.call_later(left_over, self._arrived.put_nowait, too_late(self._timeout))
+            remaining = self._timeout - (time.perf_counter() - self._began)
+            self._timer = self._loop.call_later(remaining, self._arrived.put_nowait, timeout_error(self._timeout))
         submitting = asyncio.ensure_future(asyncio.to_thread(self._submit))
         try:
             await asyncio.shield(submitting)
@@ -290,7 +290,7 @@ class Answers:
             self._loop.call_soon_threadsafe(self._arrived.put_nowait, (index, delta, time.perf_counter()))
 
     async def _watch(self) -> None:
-        await left(self._receive)
+        await wait_for_disconnect(self._receive)
         self._arrived.put_nowait(ClientGoneError())
 
     def _finished(self) -> None:
@@ -305,14 +305,14 @@ def _first(count: int | None, score: TokenLogprobs | None) -> TokenLogprobs | No
     return None if score is None else replace(score, top=score.top[:count])
 
 
-async def left(receive: Receive) -> None:
+async def wait_for_disconnect(receive: Receive) -> None:
     """Wait until the client leaves."""
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-def too_late(seconds: float) -> ApiError:
-    """Return what a client gets after so many seconds."""
+def timeout_error(seconds: float) -> ApiError:
+    """Return the error for a request that was not answered within so many seconds."""
     headers = {"x-should-retry": "false"}  # OpenAI's clients would send it again
     message = f"the request was not answered within {seconds:g} seconds"
     return ApiError(message, 504, code="request_timeout", headers=headers)

@@ -20,11 +20,11 @@ from starlette.types import Receive, Scope, Send
 from medusa_decoding.chat.template import PromptEncoder
 from medusa_decoding.serving.engine import Engine
 from medusa_decoding.serving.http import responses
-from medusa_decoding.serving.http.answers import Answers, ClientGoneError, left, too_late
+from medusa_decoding.serving.http.answers import Answers, ClientGoneError, timeout_error, wait_for_disconnect
 from medusa_decoding.serving.http.errors import ApiError, ErrorResponse, as_api_error, install, shutting_down
 from medusa_decoding.serving.http.events import DONE, ChatForm, CompletionForm, event
-from medusa_decoding.serving.http.guard import Guard
-from medusa_decoding.serving.http.metrics import Metrics, outcome, path_of
+from medusa_decoding.serving.http.guard import Guard, path_of
+from medusa_decoding.serving.http.metrics import Metrics, outcome
 from medusa_decoding.serving.http.page import page
 from medusa_decoding.serving.http.plan import Plan, Planner
 from medusa_decoding.serving.http.protocol import (
@@ -79,7 +79,7 @@ def create_app(engine: Engine, encoder: PromptEncoder, settings: Settings | None
     server = Server(engine, encoder, settings)
     app.state.metrics = server.metrics
     app.include_router(server.routes())
-    install(app, lambda request, error: server.metrics.count(path_of(request), outcome(error.status)))
+    install(app, lambda request, error: server.metrics.count(path_of(request.scope), outcome(error.status)))
     app.add_middleware(Guard, settings=settings)
     if settings.allow_origin is not None:
         app.add_middleware(
@@ -206,7 +206,7 @@ class Server:
     async def _answer(
         self, body: GenerationRequest, make_plan: Callable[[], Plan], form: type[ChatForm], request: Request
     ) -> Response:
-        began, path, timeout = time.perf_counter(), path_of(request), self._settings.request_timeout
+        began, path, timeout = time.perf_counter(), path_of(request.scope), self._settings.request_timeout
         try:
             plan = await self._planned(body, make_plan, request.receive)
         except ClientGoneError:
@@ -239,13 +239,13 @@ class Server:
         constrained = isinstance(body, ChatRequest) and (body.response_format or offered(body).constrained)
         pool, timeout = self._schemas if constrained else None, self._settings.request_timeout
         planning = asyncio.get_running_loop().run_in_executor(pool, make_plan)
-        leaving = asyncio.create_task(left(receive))
+        leaving = asyncio.create_task(wait_for_disconnect(receive))
         first: set[asyncio.Future[Any]] = {planning, leaving}
         try:
             await asyncio.wait(first, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
             if planning.done():
                 return planning.result()
-            raise ClientGoneError if timeout is None or leaving.done() else too_late(timeout)
+            raise ClientGoneError if timeout is None or leaving.done() else timeout_error(timeout)
         finally:
             leaving.cancel()
             planning.cancel()

@@ -18,6 +18,12 @@ _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*(?:"|\\?\Z)', re.DOTALL)  # to th
 _ALIKE, _OTHERS = bytes.maketrans(b"{}", b"[]"), bytes(set(range(256)) - set(b"[]{}"))
 
 
+def path_of(scope: Scope) -> str:
+    """Return a request's path without the prefix that a proxy, such as Ray Serve's, has added."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
 class Guard:
     """An ASGI application around another one, which receives only requests that pass, with their body in one piece."""
 
@@ -33,7 +39,7 @@ class Guard:
         try:
             headers = Headers(scope=scope)
             self._check_host(headers, scope["http_version"])
-            if scope["path"].removeprefix(scope.get("root_path", "")) not in OPEN:
+            if path_of(scope) not in OPEN:
                 self._check_key(headers)
                 if scope["method"] == "POST":
                     _check_type(headers)

@@ -8,7 +8,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
-from starlette.requests import Request
 
 from medusa_decoding.serving.engine import Engine, EngineStats
 from medusa_decoding.serving.slots import SHORTEST_REUSE
@@ -121,12 +120,6 @@ class Metrics:
         # In OpenMetrics, prometheus_client writes "_" for the colon of vLLM's names unless all names are welcome.
         encode, kind = choose_encoder(accept.replace("openmetrics-text", "openmetrics-text;escaping=allow-utf-8"))
         return encode(self._registry), kind
-
-
-def path_of(request: Request) -> str:
-    """Return a request's path without the prefix that a proxy, such as Ray Serve's, has added."""
-    path: str = request.scope["path"]
-    return path.removeprefix(request.scope.get("root_path", ""))
 
 
 def outcome(status: int) -> str:

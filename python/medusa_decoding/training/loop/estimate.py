@@ -127,7 +127,7 @@ def memory(config: Config, shapes: Shapes, shards: int = 1) -> dict[str, int]:
     - trained weights: 4 (h + a).
     - gradients: 4 t, and again 4 w if a step has several micro-batches.
     - optimiser: 8 t (adamw_8bit: 2 t).
-    - with several shards, a process has its share of these four, and whole for a moment: two layers, and all weights
+    - with several shards, a process holds its share of these four, and gathers at a time two layers and all weights
       outside the layers.
     - activations, frozen backbone: n e (6 H + 3 I + A), of the widest layer, A the width of attention. If the backbone
       is trained, n e (20 H + 9 I + A) for every layer (with the adapter's inputs and their dropout); with gradient
@@ -185,7 +185,7 @@ def memory(config: Config, shapes: Shapes, shards: int = 1) -> dict[str, int]:
     }
     if shards > 1:
         held = {name: count // shards for name, count in held.items()}
-        held["whole for a moment"] = (4 if whole else e) * (other + 2 * linear // shapes.layers) + 4 * own
+        held["gathered weights"] = (4 if whole else e) * (other + 2 * linear // shapes.layers) + 4 * own
     return held | {
         "activations": activations,
         "heads' states": 4 * positions * shapes.hidden * (heads * (3 * blocks + 3 + rooted) + mapped),
