@@ -181,6 +181,7 @@ def prepare(
             for number in range(len(rows)):
                 batch = {key: value.to(device) for key, value in collate([rows[number]]).items()}
                 states.put([number], models[0].hidden(batch))
+        states.flush()
         kept = states.get(range(len(rows)))
         kept = None if kept is None else kept.to(device)
     plain = Plain(models[1], heads, rows, config, kept)

@@ -12,6 +12,7 @@ import math
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ class StateCache:
     """States [length, (1 + F) H] of rows in a folder, which is made if it is missing.
 
     The key is a `fingerprint`, the shape (rows, length, (1 + F) H). `made` counts the rows that this process has put
-    there.
+    there, in `dtype`.
 
     Raises:
         ValueError: a folder with the states of other rows or of another model, or without their files.
@@ -60,8 +61,11 @@ class StateCache:
                 (_check if (folder / ABOUT).is_file() else _make)(folder, facts, count * dtype.itemsize)
 
         processes.in_turn(prepare)  # the first process of each disk makes them
+        self.dtype = dtype
         self._states = torch.from_file(str(folder / STATES), shared=True, size=count, dtype=dtype).view(shape)
         self._there = torch.from_file(str(folder / THERE), shared=True, size=shape[0], dtype=torch.uint8)
+        self._thread, self._writing = ThreadPoolExecutor(1, "states"), Future[None]()
+        self._writing.set_result(None)
 
     def get(self, rows: Sequence[int], pinned: bool = False) -> Tensor | None:
         """Return the states of rows, a copy [B, length, (1 + F) H] on the CPU, or None if one of them is not there yet.
@@ -87,15 +91,34 @@ class StateCache:
             else:
                 row = self._states.new_zeros(self._states.shape[1:])
                 torch.cat(states, out=row[: sum(map(len, states))])
-                self.put([number], row[None])
+                self._write([number], row[None])
 
     def put(self, rows: Sequence[int], states: Tensor) -> None:
-        """Write the states of rows, unless they are not finite."""
+        """Write the states of rows in a thread, unless they are not finite: nothing waits until a GPU has them.
+
+        The next call, and `flush`, wait for the states of this one, and raise its errors.
+        """
+        self.flush()
+        copy, there = states.detach().to(self.dtype), None
+        if copy.device.type == "cuda":
+            copy = torch.empty_like(copy, device="cpu", pin_memory=True)
+            copy.copy_(states, non_blocking=True)
+            there = torch.cuda.Event()
+            there.record()
+        self._writing = self._thread.submit(self._write, rows, copy, there)
+
+    def flush(self) -> None:
+        """Wait until all states are written."""
+        self._writing.result()
+
+    def _write(self, rows: Sequence[int], states: Tensor, there: torch.cuda.Event | None = None) -> None:
+        if there is not None:
+            there.synchronize()
         if not bool(torch.isfinite(states).all()):
             return
         self.made += len(rows)
         numbers = torch.tensor(rows)
-        self._states[numbers] = states.detach().to("cpu", self._states.dtype)
+        self._states[numbers] = states
         self._there[numbers] = 1  # after the states: a kill between the two leaves a row that is computed again
 
 

@@ -329,10 +329,9 @@ class Trainer:
             states = self.states.get(numbers)  # made since the batch was read?
             if states is None:
                 with torch.no_grad(), self._precision():
-                    self.states.put(numbers, self.backbone.hidden(moved))
-                states = self.states.get(numbers)  # in the type that later epochs read
-            if states is not None:
-                moved[HIDDEN] = states.to(self.processes.device)
+                    states = self.backbone.hidden(moved).to(self.states.dtype)  # in the type that later epochs read
+                self.states.put(numbers, states)
+            moved[HIDDEN] = states.to(self.processes.device)
         return moved
 
     def _check_finite(self, stage: Stage) -> None:
@@ -409,6 +408,8 @@ class Trainer:
 
     def save(self) -> None:
         """Write a checkpoint."""
+        if self.states is not None:
+            self.states.flush()
         state = dataclasses.asdict(self.at) | {
             "rows": len(self.rows),
             "data": self._data,
