@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 import time
-from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -87,18 +86,15 @@ def test_records_of_distillation_are_those_of_the_command(example, tmp_path):
     asked = ["distill", "--config", str(tmp_path / "config.yaml")]
     assert main([*asked, "--only-data"]) == 0
 
-    found, kind, _ = example.read(example.argument_parser().parse_args(asked), "key")
-    (part,) = example.Rows(list(found.values()), 8).parts
-    written = example.Actor(*kind)({name: [row[name] for row in part] for name in part[0]})
-    folder = tmp_path / "records"
-    folder.mkdir()
-    (folder / "a.jsonl").write_text("".join(written["lines"]))
-    *records, bad = [json.loads(line) for line in chain(*map(str.splitlines, written["lines"]))]
+    own = SimpleNamespace(
+        address="local", actors=None, cpus=None, rows=2, id="key", out=tmp_path / "ray", command=asked
+    )
+    assert example.run(own).startswith("3 ids in")
+    folder = tmp_path / "ray/records"
+    *records, bad = lines(*folder.glob("*.jsonl"))
     alone = lines(tmp_path / "out/generated/records.jsonl")
     assert records == [{"id": line["seed"]["number"], **line} for line in alone]
     assert (bad["id"], bad["error"]) == (2, "its prompt leaves no room within 200 tokens")
-    assert example.check(folder, found).startswith("3 ids in")
-
     read = list(read_records([SourceConfig(str(folder))], Report()))
     assert [record.tokens.ids.tolist() for record in read] == [line["input_ids"] for line in alone]
     values["data"]["train"] = [{"path": str(folder)}]

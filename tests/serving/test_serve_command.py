@@ -7,6 +7,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ import pytest
 from http_server import wait_for
 
 from medusa_decoding.cli import argument_parser, main, serve
+from medusa_decoding.demo import CHECKPOINT
 from medusa_decoding.serving.engine import Engine
 from medusa_decoding.serving.http.app import create_app
 from medusa_decoding.serving.http.settings import Settings
@@ -133,6 +135,55 @@ def test_a_second_ctrl_c_ends_running_answers_and_the_server(started):
     assert process.returncode == 130
     assert errors.splitlines()[-1] == "medusa: interrupted"
     assert "Traceback" not in errors
+
+
+@pytest.mark.slow
+def test_a_killed_server_and_a_killed_client_leave_the_records_of_one_process(started, tmp_path, capsys):
+    with (CHECKPOINT / "answers.jsonl").open() as answers:
+        asked = [json.loads(line)["request"] for line, _ in zip(answers, range(40), strict=False)]
+    (tmp_path / "seeds.jsonl").write_text("".join(json.dumps({"prompt": text}) + "\n" for text in asked))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    (tmp_path / "config.yaml").write_text(
+        f"model: {{name: {CHECKPOINT / 'base'}, dtype: float32, quantization: none}}\n"
+        f"data: {{train: [{{path: {tmp_path / 'seeds.jsonl'}}}]}}\noutput: {{folder: -}}\n"
+        "generation: {max_new_tokens: 100, temperature: 0.0, batch_size: 2}\n"
+    )
+    distill = ["distill", "--json", "--only-data", "--config", str(tmp_path / "config.yaml"), "--set"]
+    assert main([*distill, f"output.folder={tmp_path / 'own'}"]) == 0
+    own = (tmp_path / "own/generated/records.jsonl").read_bytes()
+    file = tmp_path / "served/generated/records.jsonl"
+    command = [
+        *distill,
+        f"output.folder={tmp_path / 'served'}",
+        "--set",
+        f"generation.endpoint=http://127.0.0.1:{port}/v1",
+    ]
+
+    def written():
+        return file.read_bytes().count(b"\n") if file.exists() else 0
+
+    def start_server():
+        process, line = started("--port", port, "--dtype", "float32")
+        assert line, process.stderr.read()
+        return process
+
+    server = start_server()
+    client = subprocess.Popen([sys.executable, "-m", "medusa_decoding", *command], stdout=subprocess.DEVNULL)
+    wait_for(written, seconds=60)
+    server.kill()
+    server.wait()
+    before = written()
+    server = start_server()
+    wait_for(lambda: written() > before, seconds=60)
+    client.kill()
+    assert client.wait() == -signal.SIGKILL
+    assert 0 < before < written() < own.count(b"\n") == 40
+    capsys.readouterr()
+    assert main([*command, "--resume"]) == 0
+    assert file.read_bytes() == own
+    figures = json.loads(capsys.readouterr().out)["generation"]
+    assert figures["exact"] == 40 - figures["before"] > 0
 
 
 @pytest.mark.parametrize(
