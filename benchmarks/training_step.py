@@ -87,6 +87,7 @@ def main() -> None:
     parser.add_argument("--ways", choices=WAYS, action="append", help="the backbone's states in these ways only")
     parser.add_argument("--repeats", type=int, default=5, help="timed pairs of steps")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the model and of products")
+    parser.add_argument("--compile", action="store_true", help="torch.compile the backbone of the plain loop")
     parser.add_argument("--chunk-elements", type=int, help="logits of a chunk (default: the device's own)")
     parser.add_argument("--record", action="store_true", help="append the figures to this machine's file")
     parser.add_argument("--threads", type=int, default=1, help="of PyTorch on a CPU")
@@ -97,8 +98,10 @@ def main() -> None:
     chosen = [(size, way) for size, way in CASES if size in (args.size or usual) and way in (args.ways or WAYS)]
     shape = {name: value for name in ("length", "rows") if (value := getattr(args, name))}
     cases, settings = [], {"dtype": args.dtype, "threads": args.threads, "num_heads": HEADS, "chunks": CHUNK_ELEMENTS}
+    settings |= {"compiled": True} if args.compile else {}
     for name, way in chosen:
-        cases.append(measure(name, dataclasses.replace(SIZES[name], **shape), way, args.dtype, args.repeats))
+        size = dataclasses.replace(SIZES[name], **shape)
+        cases.append(measure(name, size, way, args.dtype, args.repeats, args.compile))
         if args.record:
             write_record("training_step", settings | cases[-1])
     names = ("size", "way", "ours_s", "plain_s", "ratio", "ours_mib", "plain_mib", "loss_difference")
@@ -106,11 +109,11 @@ def main() -> None:
     print(markdown([names, *[[f"{c[n]:.3g}" if isinstance(c[n], float) else c[n] for n in names] for c in cases]]))
 
 
-def measure(name: str, size: Size, way: str, dtype: str, repeats: int) -> dict[str, Any]:
-    """Return the figures of one size in one way."""
+def measure(name: str, size: Size, way: str, dtype: str, repeats: int, compiled: bool) -> dict[str, Any]:
+    """Return the figures of one size in one way; `compiled` says whether the plain loop's backbone is."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with tempfile.TemporaryDirectory() as folder:
-        ours, plain = prepare(size, way, dtype, Path(folder), device, WARM + repeats + 1)
+        ours, plain = prepare(size, way, dtype, Path(folder), device, WARM + repeats + 1, compiled)
         for _ in range(WARM):
             losses = [(ours(), plain())]
         seconds: list[tuple[float, float]] = []
@@ -139,7 +142,7 @@ def measure(name: str, size: Size, way: str, dtype: str, repeats: int) -> dict[s
 
 
 def prepare(
-    size: Size, way: str, dtype: str, folder: Path, device: torch.device, steps: int
+    size: Size, way: str, dtype: str, folder: Path, device: torch.device, steps: int, compiled: bool
 ) -> tuple[Callable[[], float], Callable[[], float]]:
     """Return our step and the plain one, which return their losses; both begin with the same weights and rows."""
     torch.manual_seed(0)
@@ -185,6 +188,8 @@ def prepare(
         kept = states.get(range(len(rows)))
         kept = None if kept is None else kept.to(device)
     plain = Plain(models[1], heads, rows, config, kept)
+    if compiled:
+        models[1].decoder.compile(dynamic=False)
     trainer = Trainer(config, models[0], heads, rows, None, one, states)
     stage = trainer.stages[0]
 
