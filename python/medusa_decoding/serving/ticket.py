@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -81,13 +80,8 @@ class Ticket:
     waited: float = 0.0
     prompt_logprobs: Sequence[TokenLogprobs | None] = ()
     accepted: list[int] = field(default_factory=list)
-    _cancelled: threading.Event = field(default_factory=threading.Event, repr=False)
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether `cancel` was called."""
-        return self._cancelled.is_set()
+    cancelled: bool = False
 
     def cancel(self) -> None:
         """Ask the engine to end this generation; from any thread. Its last delta then says "cancelled"."""
-        self._cancelled.set()
+        self.cancelled = True
