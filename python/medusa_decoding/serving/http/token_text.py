@@ -8,6 +8,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -18,7 +20,8 @@ class TokenBytes:
         self._tokenizer = tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
         decoder = b"" if backend is None or backend.decoder is None else backend.decoder.__getstate__()
-        self._alphabet = _byte_alphabet() if b'"ByteLevel"' in decoder else None
+        letters = bytes_to_unicode() if b'"ByteLevel"' in decoder else {}
+        self._alphabet = {letter: byte for byte, letter in letters.items()}
         self._added = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items()}
 
     def __call__(self, token: int) -> bytes:
@@ -28,7 +31,7 @@ class TokenBytes:
         piece = self._tokenizer.convert_ids_to_tokens(token)
         if piece is None:
             return b""
-        if self._alphabet is not None and all(letter in self._alphabet for letter in piece):
+        if self._alphabet and all(letter in self._alphabet for letter in piece):
             return bytes(self._alphabet[letter] for letter in piece)
         byte = _BYTE.fullmatch(piece)
         return bytes([int(byte[1], 16)]) if byte else piece.replace("\u2581", " ").encode()
@@ -47,10 +50,3 @@ class TokenBytes:
             return found.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """Return the byte of each letter that byte-level tokenizers write bytes with (as in GPT-2)."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
