@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -24,7 +24,8 @@ from medusa_decoding.decode.runtime.steps import Steps
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.options import SLOTS
 from medusa_decoding.serving.rows import MOST_NODES, Submission, check_own_config, check_rows, check_tree, most_copied
-from medusa_decoding.serving.scheduler import SHORTEST_CHUNK, Counts, Scheduler
+from medusa_decoding.serving.scheduler import SHORTEST_CHUNK, Scheduler
+from medusa_decoding.serving.scheduler import EngineStats as EngineStats
 from medusa_decoding.serving.slots import Slots
 from medusa_decoding.serving.ticket import Delta, EngineClosedError, QueueFullError, Ticket
 from medusa_decoding.trees.tree import Tree
@@ -35,38 +36,6 @@ MEMORY_SHARE = 0.9
 """Part of the free memory that a default context may take."""
 LONGEST_CONTEXT = 8192
 """The most tokens of a default context."""
-
-
-@dataclass
-class EngineStats(Counts):
-    """What an engine has done so far, and does now.
-
-    Attributes:
-        steps: number of steps.
-        new_tokens: tokens emitted.
-        prompt_tokens: tokens of the prompts admitted.
-        queried_tokens: those of them that were looked up in the cache; all but prompts with log-probabilities.
-        reused_tokens: those of them that were cached already.
-        accepted_histogram: steps of single rows, by accepted draft tokens.
-        tree_nodes: steps by nodes of their tree.
-        row_steps: steps of single rows, by nodes of their tree.
-        finished: generations by the reason of their end.
-        step_seconds: time in steps.
-        prefill_seconds: time in prefills.
-        running: rows that take part in steps, and the one whose prompt runs.
-        waiting: requests in the queue.
-        slots: the most rows that can run.
-        queue: the most requests that can wait.
-        cached: tokens of the running rows in the KV cache.
-        capacity: tokens that it has room for.
-    """
-
-    running: int = 0
-    waiting: int = 0
-    slots: int = 0
-    queue: int = 0
-    cached: int = 0
-    capacity: int = 1
 
 
 class Engine:
@@ -239,13 +208,12 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """Return the figures so far; a copy."""
-        scheduler = self._scheduler
-        counts = {name: getattr(scheduler.counts, name) for name in asdict(Counts())}
-        for name in ("accepted_histogram", "tree_nodes", "row_steps", "finished"):
-            counts[name] = counts[name].copy()
-        return EngineStats(
-            **counts, running=scheduler.taken, waiting=len(scheduler.waiting), slots=len(scheduler.slots),
-            queue=self.queue, cached=scheduler.cached, capacity=len(scheduler.slots) * self.context,
+        scheduler, slots, counts = self._scheduler, len(self._scheduler.slots), self._scheduler.counts
+        return replace(
+            counts, accepted_histogram=counts.accepted_histogram.copy(), tree_nodes=counts.tree_nodes.copy(),
+            row_steps=counts.row_steps.copy(), finished=counts.finished.copy(), running=scheduler.taken,
+            waiting=len(scheduler.waiting), slots=slots, queue=self.queue, cached=scheduler.cached,
+            capacity=slots * self.context,
         )  # fmt: skip
 
     def start(self) -> Engine:

@@ -46,8 +46,28 @@ MOST_PADDED = 1.25
 
 
 @dataclass
-class Counts:
-    """What has been done so far; see `EngineStats`."""
+class EngineStats:
+    """What an engine has done so far, and does now.
+
+    Attributes:
+        steps: number of steps.
+        new_tokens: tokens emitted.
+        prompt_tokens: tokens of the prompts admitted.
+        queried_tokens: those of them that were looked up in the cache; all but prompts with log-probabilities.
+        reused_tokens: those of them that were cached already.
+        accepted_histogram: steps of single rows, by accepted draft tokens.
+        tree_nodes: steps by nodes of their tree.
+        row_steps: steps of single rows, by nodes of their tree.
+        finished: generations by the reason of their end.
+        step_seconds: time in steps.
+        prefill_seconds: time in prefills.
+        running: rows that take part in steps, and the one whose prompt runs.
+        waiting: requests in the queue.
+        slots: the most rows that can run.
+        queue: the most requests that can wait.
+        cached: tokens of the running rows in the KV cache.
+        capacity: tokens that it has room for.
+    """
 
     steps: int = 0
     new_tokens: int = 0
@@ -60,6 +80,12 @@ class Counts:
     finished: Counter[str] = field(default_factory=Counter)
     step_seconds: float = 0.0
     prefill_seconds: float = 0.0
+    running: int = 0
+    waiting: int = 0
+    slots: int = 0
+    queue: int = 0
+    cached: int = 0
+    capacity: int = 1
 
 
 @dataclass
@@ -94,7 +120,7 @@ class Scheduler:
 
     Attributes:
         waiting: rows in the order in which they are admitted.
-        counts: what has been done so far.
+        counts: what has been done so far; `Engine.stats` adds what is going on now.
     """
 
     def __init__(
@@ -104,7 +130,7 @@ class Scheduler:
         self.model, self.steps, self.slots, self.stall_seconds = model, steps, slots, stall_seconds
         self.groups = Groups(slots)
         self.waiting: deque[Row] = deque()
-        self.counts = Counts()
+        self.counts = EngineStats()
         self._prefill: _Prefill | None = None
         self._step_for, self._made_for = steps.prepare(model.backend), steps.fingerprint()
         self._policies: dict[tuple[Kind, Tree | str, bool, bool], Policy] = {}
