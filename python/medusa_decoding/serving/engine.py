@@ -140,12 +140,9 @@ class Engine:
         logprobs: int | None = None,
         prompt_logprobs: int | None = None,
         tree: Tree | Literal["auto"] | None = None,
-        acceptance: str = "lossless",
         seed: int | None = None,
         make_processors: Callable[[], list[Any]] | None = None,
         max_new_tokens: int | None = None,
-        posterior_threshold: float = 0.09,
-        posterior_alpha: float = 0.3,
         **settings: Any,
     ) -> list[Ticket]:
         """Queue a prompt; return one ticket per choice.
@@ -161,25 +158,20 @@ class Engine:
                 first ticket's `prompt_logprobs`; None for none. The whole prompt then runs, also what is cached of it.
             tree: a tree of at most 64 nodes, of which at most 16 are copied from the text (on a GPU none), or "auto";
                 None for the model's default.
-            acceptance: "lossless", or "typical" with the posterior settings.
             seed: of sampling; None draws one.
             make_processors: returns the logits processors of one choice; called once per choice.
             max_new_tokens: None for the model's own default, or what the context leaves.
-            posterior_threshold: epsilon of typical acceptance.
-            posterior_alpha: delta of typical acceptance.
-            **settings: of generation, as `MedusaModel.generate` takes them. A minimum length beyond `max_new_tokens`
-                is that; it delays all `ends`. The seconds of `max_time` begin with a row's first token. Stop strings,
-                also the model's own (`rows.own_stop_strings`), are left to the caller, who knows the text.
+            **settings: of generation and acceptance, as `MedusaModel.generate` takes them. A minimum length beyond
+                `max_new_tokens` is that; it delays all `ends`. The seconds of `max_time` begin with a row's first
+                token. Stop strings, also the model's own (`rows.own_stop_strings`), are left to the caller, who knows
+                the text.
 
         Raises:
             ValueError: bad settings, or more tokens than the context has; names them.
             QueueFullError: no room in the queue for all choices; none is queued.
             EngineClosedError: the engine is not running.
         """
-        how = {
-            "acceptance": acceptance, "posterior_threshold": posterior_threshold, "posterior_alpha": posterior_alpha,
-        }  # fmt: skip
-        submission = Submission(list(prompt), deliver, ends, logprobs, prompt_logprobs, tree, how)
+        submission = Submission(list(prompt), deliver, ends, logprobs, prompt_logprobs, tree)
         settings["max_new_tokens"] = max_new_tokens
         rows = check_rows(self.model, self.context, submission, n, seed, make_processors, settings)
         scheduler, most = self._scheduler, self.queue + len(self._scheduler.slots)

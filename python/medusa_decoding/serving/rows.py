@@ -128,10 +128,7 @@ class Row(RowReader):
 
 @dataclass(frozen=True)
 class Submission:
-    """What all choices of a request have in common; see `Engine.submit`.
-
-    `acceptance` says how draft tokens are accepted, in keyword arguments of `check_request`.
-    """
+    """What all choices of a request have in common; see `Engine.submit`."""
 
     prompt: list[int]
     deliver: Callable[[int, Delta], None]
@@ -139,7 +136,6 @@ class Submission:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     tree: Tree | Literal["auto"] | None = None
-    acceptance: dict[str, Any] = field(default_factory=dict)
 
 
 def own_stop_strings(model: MedusaModel) -> list[str]:
@@ -195,11 +191,13 @@ def check_rows(
         if isinstance(asked.tree, Tree):
             check_tree(asked.tree, model.backbone.device)
     unset = dict.fromkeys(("do_sample", "temperature", "top_p", "top_k"))
+    names = ("acceptance", "posterior_threshold", "posterior_alpha")  # fields of no generation config
+    acceptance = {name: settings.pop(name) for name in names if name in settings}
     changes = unset | OWN | settings | {"return_dict_in_generate": True} | _limits(model, asked, settings, room)
     rows = []
     for number in range(n):
         request = check_request(
-            model.backbone, torch.tensor([prompt], dtype=torch.int64), None, None, dict(changes), **asked.acceptance,
+            model.backbone, torch.tensor([prompt], dtype=torch.int64), None, None, dict(changes), **acceptance,
             logits_processor=make_processors() if make_processors is not None else None, seed=seed,
         )  # fmt: skip
         if seed is None and request.config.do_sample:
