@@ -1,35 +1,10 @@
 """Build the JSON that clients receive: whole responses, and the chunks of streams.
 
-A stream has one chunk per step and choice, also if the step's text is held back (then its text is empty). Each choice
-of a chunk has OpenAI's fields and `medusa`, which tells the step:
-
-    data: {"id": "chatcmpl-..", "object": "chat.completion.chunk", "created": 1700000000, "model": "demo",
-           "choices": [{"index": 0, "delta": {"role": "assistant", "content": "def add"}, "logprobs": null,
-                        "finish_reason": null, "medusa": {"step": 3, "tokens": 4}}], "usage": null}
-
-- `step`: 0 for the prefill, then 1, 2, .. per choice.
-- `tokens`: how many tokens the step has added to the answer. One of them is the model's own, so `tokens - 1` draft
-  tokens were accepted (`tokens` is 1 after the prefill). It is 0 in a last chunk that no step belongs to.
-
-`role` is in a choice's first chunk only. The last chunk of a choice has a `finish_reason`: "stop", "length" or
-"tool_calls". Text completions have `"object": "text_completion"` and `"text": ".."` instead of `delta`.
-
-With `stream_options: {"include_usage": true}` one more chunk follows, with `"choices": []` and
-
-    "usage": {"prompt_tokens": 31, "completion_tokens": 120, "total_tokens": 151,
-              "prompt_tokens_details": {"cached_tokens": 24},
-              "medusa": {"steps": 40, "accepted_draft_tokens": 79, "tokens_per_step": 2.975,
-                         "accept_lengths": {"0": 6, "1": 10, "2": 9, "3": 15}}}
-
-`accept_lengths` counts steps by accepted draft tokens; whole responses have the same `usage`. With
-`continuous_usage_stats` each chunk has the usage so far, of all choices together. Without either the key is absent.
-
-With `return_token_ids: true` each choice has `token_ids`, with its end token: in a stream those of the step.
-`prompt_token_ids` are next to them in text completions, and next to `choices` in chat completions, as in vLLM; in a
-stream they are in the first chunk of each choice.
-
-An error after the stream has begun is an event `data: {"error": {"message": "..", ..}}`. The last line is always
-`data: [DONE]`.
+`docs/serve.md` describes it for clients, and `responses` has all fields. A stream has one chunk per step and choice,
+also if the step's text is held back (then its text is empty), and a last chunk may belong to no step (then `medusa`
+has 0 tokens). With `continuous_usage_stats` each chunk has the usage so far, of all choices together; with
+`include_usage` alone `usage` is null in all chunks but the last, and without either the key is absent. An error after
+the stream has begun is an event; the last line is always `data: [DONE]`.
 """
 
 from __future__ import annotations
