@@ -115,8 +115,6 @@ class Server:
             (tokens, "POST", "/detokenize", self.detokenize, _answered(responses.Detokenized)),
         ):
             router.add_api_route(path, endpoint, methods=[method], responses=described, response_model=None)
-        methods = ["GET", "POST", "DELETE"]
-        v1.add_api_route("/responses{rest:path}", self.no_responses, methods=methods, include_in_schema=False)
         errors: dict[int | str, dict[str, Any]] = {status: _ERRORS[status] for status in (403, 405, 500, 503)}
         for path, endpoint in (
             ("/health", self.health), ("/ready", self.health), ("/ping", self.health), ("/live", self.live),
@@ -161,11 +159,6 @@ class Server:
         if model != self._settings.model:
             raise ApiError("model: expected one of /v1/models, got another", 404, param="model", code="model_not_found")
         return self._model()
-
-    async def no_responses(self, rest: str) -> None:
-        """Refuse the Responses API."""
-        message = "this server has /v1/chat/completions and /v1/completions, and not the Responses API"
-        raise ApiError(message, 404, code="unknown_url")
 
     async def health(self) -> dict[str, str]:
         """Tell whether requests are answered."""
