@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from medusa_decoding.options import ACCEPTANCES, ACTIVATION_DTYPES, BACKENDS, CACHE_DTYPES, DTYPES, PROMPT_TOKENS, TURNS
-from medusa_decoding.serving.loading import base_model as base_model
 from medusa_decoding.serving.loading import find_model, heads_of
 from medusa_decoding.serving.loading import load_model as load_model
 from medusa_decoding.serving.loading import load_tokenizer as load_tokenizer
@@ -92,8 +91,8 @@ factor = number("above 0", lambda value: 0 < value < math.inf)
 
 
 def counts(text: str) -> list[int]:
-    """Parse counts of at least 1, separated by commas."""
-    return [at_least_one(part) for part in text.split(",")]
+    """Parse different counts of at least 1, separated by commas, into ascending order."""
+    return sorted({at_least_one(part) for part in text.split(",")})
 
 
 def tree(text: str) -> Tree | Literal["auto"]:

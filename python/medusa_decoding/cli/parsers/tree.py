@@ -21,18 +21,9 @@ from typing import Any
 from medusa_decoding.cli import _arguments
 from medusa_decoding.cli._arguments import add_option
 from medusa_decoding.files import read_json
-from medusa_decoding.trees.tree import MAX_CHOICES, Tree
+from medusa_decoding.trees.tree import Tree
 
 NODES = [4, 8, 16, 32, 64]
-
-
-def sizes(text: str) -> list[int]:
-    """Parse tree sizes, separated by commas."""
-    found = _arguments.counts(text)
-    for size in found:
-        if size > MAX_CHOICES + 1:
-            raise argparse.ArgumentTypeError(f"expected at most {MAX_CHOICES + 1} nodes, got {size}")
-    return found
 
 
 def shown(text: str) -> Tree | str:
@@ -79,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     summary = "Search the best trees of given sizes: as if heads were independent, by whole paths, and walked."
     search = _add_action(actions, "search", summary)
     search.add_argument("--calibration", type=Path, required=True, metavar="FILE", help="of `medusa calibrate`")
-    add_option(search, "--nodes N,N", sizes, "tree sizes, root included", NODES)
+    add_option(search, "--nodes N,N", _arguments.counts, "tree sizes, root included", NODES)
     search.add_argument("--json", action="store_true", help="print one JSON object per size, with its trees")
     add_option(search, "--held-out FILE", Path, "a calibration on other prompts, to judge the trees by")
     add_option(
