@@ -225,11 +225,7 @@ TYPICAL_ONLY = ("posterior_threshold", "posterior_alpha")
 
 
 def sampling(args: argparse.Namespace) -> dict[str, Any]:
-    """Turn the arguments of `add_sampling`, except stop strings, into arguments of `MedusaModel.generate`.
-
-    Raises:
-        ValueError: arguments contradict each other; the message names them.
-    """
+    """Turn the arguments of `add_sampling`, except stop strings, into arguments of `MedusaModel.generate`."""
     typical, sampled = args.acceptance == "typical", samples(args)
     if typical and args.do_sample:
         raise ValueError("--do-sample needs --acceptance lossless; typical does not sample")

@@ -45,9 +45,6 @@ class Batch:
     Attributes:
         common: settings of all prompts, as `Answers` takes them; without the seed, to which each prompt adds its index.
         context: the most tokens of a prompt and its answer.
-
-    Raises:
-        ValueError: a prompt that leaves no room for its answer.
     """
 
     def __init__(

@@ -50,11 +50,7 @@ class Breaker:
 
 
 def messages(terminal: bool) -> Iterator[str]:
-    """Yield messages until the input ends; prompt for them at a terminal.
-
-    Raises:
-        KeyboardInterrupt: Ctrl-C without a terminal.
-    """
+    """Yield messages until the input ends; prompt for them at a terminal."""
     if terminal:
         with contextlib.suppress(ImportError):
             import readline  # noqa: F401  (input() edits lines with it)

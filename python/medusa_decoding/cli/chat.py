@@ -89,14 +89,7 @@ class Chat:
         return 2 if self.failed and not self.terminal else 0
 
     def handle(self, text: str) -> None:
-        """Run a command or answer a message.
-
-        Raises:
-            ValueError: the command is unknown or cannot be run, or the message does not fit.
-            FloatingPointError: the model failed.
-            MemoryError: the cache does not fit.
-            OSError: a file cannot be written.
-        """
+        """Run a command or answer a message."""
         if text.startswith("/") and not text.startswith("//"):
             word, *rest = text.split(maxsplit=1)
             if word not in COMMANDS:
@@ -273,13 +266,7 @@ COMMANDS: dict[str, tuple[Callable[[Chat, str], None], str, str]] = {
 
 
 def load(path: Path) -> list[Message]:
-    """Read a history: `{"messages": [{"role": .., "content": ..}, ..]}`, or only the list.
-
-    Raises:
-        ValueError: anything else, or messages other than an optional system message, then questions and answers in
-            turn.
-        OSError: the file cannot be read.
-    """
+    """Read a history: `{"messages": [{"role": .., "content": ..}, ..]}`, or only the list."""
     try:
         data = read_json(path)
     except ValueError as error:

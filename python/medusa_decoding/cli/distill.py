@@ -188,11 +188,7 @@ def _generate(
 
 
 def load(config: Config) -> MedusaModel:
-    """Load the model that will be trained, without an adapter, and the heads to generate with, if any.
-
-    Raises:
-        ValueError: no such model or heads, or heads of another model.
-    """
+    """Load the model that will be trained, without an adapter, and the heads to generate with, if any."""
     import torch
 
     from medusa_decoding.checkpoints import read_heads

@@ -130,11 +130,7 @@ def stated_dtype(checkpoint: HeadsCheckpoint) -> str:
 
 
 def find_shares(tree: Tree, file: Path) -> list[float]:
-    """Return how likely each of a tree's choices is right.
-
-    Raises:
-        ValueError: a file with neither a calibration nor accuracies, or for fewer heads or ranks than the tree has.
-    """
+    """Return how likely each of a tree's choices is right."""
     accuracies = read_accuracies(file)
     if "texts" in read_json(file):
         return Calibration.load(file).shares(tree)

@@ -44,9 +44,6 @@ def borrow_model(
 
     Calls of several threads wait for each other. A MedusaModel in use is not in the cache: a call within a call gets
     another one.
-
-    Raises:
-        ValueError: no heads, a checkpoint that cannot be read, or heads or a model that do not fit.
     """
     if not isinstance(heads, (MedusaHeads, str, Path)):
         raise ValueError(f"heads: expected MedusaHeads, or a folder or hub id of heads, got {type(heads).__name__}")

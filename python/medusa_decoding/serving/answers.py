@@ -86,9 +86,6 @@ class Answers:
         context: the most tokens of a prompt and its answer; memory is taken for `slots` of that length.
         states: collect the hidden states of the answers, of a model without heads.
         settings: of every prompt, as `Engine.submit` takes them.
-
-    Raises:
-        ValueError, MemoryError: as `Engine`.
     """
 
     def __init__(self, model: MedusaModel, slots: int, context: int, states: bool = False, **settings: Any) -> None:
@@ -112,11 +109,7 @@ class Answers:
             yield answer
 
     def ask(self, answer: Answer, prompt: Sequence[int], **settings: Any) -> None:
-        """Submit a prompt whose answer will be `answer`; `settings` as in `Engine.submit`.
-
-        Raises:
-            ValueError: bad settings, or more tokens than the context has; names where the prompt comes from.
-        """
+        """Submit a prompt whose answer will be `answer`; `settings` as in `Engine.submit`."""
         try:
             (answer.ticket,) = self._engine.submit(
                 prompt, lambda _, delta: self._delivered.put((answer, delta)), **self._settings, **settings
@@ -126,11 +119,7 @@ class Answers:
         self._running += 1
 
     def next(self) -> Answer | None:
-        """Wait for the next answer that ends; None if no prompt runs or waits.
-
-        Raises:
-            ValueError: a generation failed, as with logits that are not finite; names where the prompt comes from.
-        """
+        """Wait for the next answer that ends; None if no prompt runs or waits."""
         while self._running:
             answer, delta = self._delivered.get()
             self._running -= delta.finish is not None

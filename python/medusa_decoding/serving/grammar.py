@@ -77,9 +77,6 @@ class Grammars:
         tokenizer: a fast tokenizer.
         vocab_size: rows of the model's `lm_head`; those that the tokenizer does not have are never allowed.
         eos_ids: tokens that end an answer; each is allowed exactly where the JSON text may end.
-
-    Raises:
-        ValueError: no end tokens, so that no answer could end.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_ids: Sequence[int]) -> None:
@@ -123,10 +120,6 @@ class Grammars:
             several: whether an answer may have several calls; if not, it ends after the first.
             answer: the schema of an answer without calls, which is JSON; only with `form`. None: there must be calls.
             lenient_answer: ignore keywords of `answer` that are not supported.
-
-        Raises:
-            ValueError: a schema is not valid or not supported, see `json`; the message names the tool.
-            ModuleNotFoundError: llguidance is not installed.
         """
         try:
             schema = None if answer is None else _schema_text(answer, lenient_answer)
@@ -234,9 +227,6 @@ class JsonGrammar:
         """Return the scores [1, V] of the token after a text [1, length].
 
         The first call's text is the prompt. Each later text must begin with the previous one.
-
-        Raises:
-            ValueError: the text has left the grammar, or the grammar and the scores allow no token.
         """
         length = input_ids.shape[1]
         if self._prompt is None:

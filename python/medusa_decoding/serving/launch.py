@@ -119,9 +119,6 @@ def launch(arguments: ServerArguments, hosts: frozenset[str] | None = None) -> I
     Args:
         arguments: see `ServerArguments`; `device` becomes the one in use.
         hosts: see `serving.http.settings.Settings`.
-
-    Raises:
-        ValueError: a model, tokenizer, template or size that cannot be served; names the argument.
     """
     from medusa_decoding.chat.template import prompt_encoder
     from medusa_decoding.serving.engine import Engine

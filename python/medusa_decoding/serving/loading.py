@@ -55,9 +55,6 @@ def load_model(args: Any, **placed: Any) -> MedusaModel:
     """Load the heads and their base model, with the tree and the backend that the arguments name.
 
     `placed` are placement arguments of transformers' `from_pretrained`; default: the requested device.
-
-    Raises:
-        ValueError: see `MedusaModel.from_pretrained`; also if the base model is unknown.
     """
     from medusa_decoding.model import MedusaModel
 

@@ -169,11 +169,7 @@ def check_rows(
     make_processors: Callable[[], list[Any]] | None,
     settings: dict[str, Any],
 ) -> list[Row]:
-    """Check a request, and make the row of each of its `n` choices.
-
-    Raises:
-        ValueError: bad settings, or more tokens than the context has; names them.
-    """
+    """Check a request, and make the row of each of its `n` choices."""
     prompt, room = asked.prompt, context - len(asked.prompt)
     new = whole("max_new_tokens", settings["max_new_tokens"])
     if room < 1:
