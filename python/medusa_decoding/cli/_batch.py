@@ -33,14 +33,7 @@ from medusa_decoding.serving.rows import own_stop_strings
 
 
 class Batch:
-    """Generates answers to prompts, several at once.
-
-    Args:
-        args: of the command.
-        model: loaded.
-        encoder: of its prompts.
-        prompts: by index, in order.
-        ids: their tokens, by index.
+    """Generates answers to prompts, several at once; `ids` are the prompts' tokens, all by index.
 
     Attributes:
         common: settings of all prompts, as `Answers` takes them; without the seed, to which each prompt adds its index.

@@ -52,12 +52,7 @@ except BaseException as error:
 
 
 def problem(request: Request, answer: str) -> str | None:
-    """Return what is wrong with an answer, or None if it does what was asked.
-
-    Args:
-        request: what was asked.
-        answer: the text of the answer, which is run.
-    """
+    """Run an answer; return what is wrong with it, or None if it does what was asked."""
     word = secrets.token_hex()
     task = json.dumps({"check": request.check(), "answer": answer, "word": word})
     runner = _RUNNER.format(seconds=SECONDS, memory=MEMORY, longest=LONGEST)

@@ -43,9 +43,6 @@ class Launched:
 class Group:
     """Running rows of one kind, neighbours in the slots.
 
-    Args:
-        kind: of the rows.
-
     Attributes:
         rows: in the order of their slots.
         policy: chooses the tree of each step; None when the rows have changed.
@@ -99,11 +96,7 @@ def _hosted(row: Row, device: torch.device) -> HostRow:
 
 
 class Groups:
-    """The running rows in the first slots, group after group.
-
-    Args:
-        slots: their places.
-    """
+    """The running rows in the first slots, group after group."""
 
     def __init__(self, slots: Slots) -> None:
         self.slots = slots

@@ -36,11 +36,7 @@ class Penalties:
 
 
 class LogitBias:
-    """Adds a bias to the logits of some tokens.
-
-    Args:
-        biases: by token id.
-    """
+    """Adds a bias to the logits of some tokens, given by token id."""
 
     def __init__(self, biases: Mapping[int, float]) -> None:
         self.tokens, self.biases = torch.tensor(list(biases)), torch.tensor(list(biases.values()), dtype=torch.float32)
@@ -53,14 +49,7 @@ class LogitBias:
 def penalty_processors(
     prompt_length: int, presence: float, frequency: float, logit_bias: Mapping[int, float]
 ) -> list[Processor]:
-    """Return the processors for one generation; none if nothing is asked for. Values are not checked.
-
-    Args:
-        prompt_length: tokens of the prompt.
-        presence: the request's `presence_penalty`.
-        frequency: the request's `frequency_penalty`.
-        logit_bias: by token id, which the model must have.
-    """
+    """Return the processors for one generation; none if nothing is asked for. Values are not checked."""
     processors: list[Processor] = []
     if presence or frequency:
         processors.append(Penalties(prompt_length, presence, frequency))
