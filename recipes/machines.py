@@ -50,9 +50,9 @@ without the program itself (about 0.5 GB) and fragmentation. Hours are the opera
 {estimate.REACHED:.0%} of the card's published peak, for {RECORDS:,} conversations of {TOKENS:,} tokens, {LEARNT:.0%} of
 them learnt, without loading, writing, what GPUs send each other, and without the answers that a model writes itself.
 By its peak, a 3090 takes {SLOWER["3090"]:.1f} times and an L4 {SLOWER["L4"]:.1f} times as long as the 4090.
-`medusa train --config FILE --check --on "8 x A100-80GB"` predicts the same for your settings and data; before a model has
-written its answers, `--set data.answers=given` counts the data's. How long the model's own take, `medusa distill` says
-after the first ones.
+`medusa train --config FILE --check --on "8 x A100-80GB"` predicts the same for your settings and data;
+before a model has written its answers, `--set data.answers=given` counts the data's. How long the model's own take,
+`medusa distill` says after the first ones.
 
 """
 
