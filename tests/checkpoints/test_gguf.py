@@ -155,10 +155,23 @@ def test_the_tokenizer_comes_from_the_file(file: Path) -> None:
     assert found.decode(found(text).input_ids) == text
 
 
-def test_a_loaded_model_can_be_saved(file: Path, wanted: torch.Tensor, tmp_path: Path) -> None:
-    pretrained.load_model(file, dtype=torch.float32).save_pretrained(tmp_path)
-    with MedusaModel.from_pretrained(tmp_path) as model:
+def test_one_command_writes_it_as_an_ordinary_folder(
+    file: Path, wanted: torch.Tensor, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, asked = tmp_path / "folder", ["export", "--model", str(file), "--format", "plain", "--out"]
+    assert main([*asked, str(folder)]) == 0
+    with MedusaModel.from_pretrained(folder) as model:
         assert model.generate(IDS, max_new_tokens=16).sequences.equal(wanted)
+    saved = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert saved.generate(IDS, max_new_tokens=16, do_sample=False).equal(wanted)
+    chat = [{"role": "user", "content": "Hello"}]
+    tokenizers = (AutoTokenizer.from_pretrained(folder), pretrained.load_tokenizer(file))
+    texts = [tokenizer.apply_chat_template(chat, tokenize=False) for tokenizer in tokenizers]
+    assert texts == ["user: Hello\n"] * 2
+    assert main([*asked, str(folder)]) == 2
+    assert "folder: expected a new one" in capsys.readouterr().err
+    assert main([*asked, str(tmp_path / "other"), "--storage", "int8"]) == 2
+    assert not (tmp_path / "other").exists()
 
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

@@ -9,7 +9,7 @@ from medusa_decoding.options import TARGETS
 
 if TYPE_CHECKING:
     from medusa_decoding.checkpoints.base_model import load_base_model
-    from medusa_decoding.checkpoints.exporting import Exported, export
+    from medusa_decoding.checkpoints.exporting import Exported, export, export_plain
     from medusa_decoding.checkpoints.original import write_heads
     from medusa_decoding.checkpoints.reading import (
         FORMATS,
@@ -25,6 +25,7 @@ __all__ = [
     "Exported",
     "HeadsCheckpoint",
     "export",
+    "export_plain",
     "find_base_model",
     "find_base_revision",
     "load_base_model",
@@ -33,7 +34,7 @@ __all__ = [
 ]
 
 _MODULES = {
-    "load_base_model": "base_model", "Exported": "exporting", "export": "exporting", "write_heads": "original",
+    "load_base_model": "base_model", "Exported": "exporting", "export": "exporting", "export_plain": "exporting", "write_heads": "original",
     "FORMATS": "reading", "HeadsCheckpoint": "reading", "find_base_model": "reading", "find_base_revision": "reading",
     "read_heads": "reading",
 }  # fmt: skip

@@ -18,7 +18,7 @@ import torch
 from medusa_decoding.checkpoints import embedded, hub, original, vllm
 from medusa_decoding.checkpoints.base_model import lm_head_weight
 from medusa_decoding.checkpoints.layout import DTYPES, unpack
-from medusa_decoding.checkpoints.pretrained import stated_sizes
+from medusa_decoding.checkpoints.pretrained import at, load_model, load_tokenizer, stated_sizes
 from medusa_decoding.checkpoints.reading import FORMATS, HUB_FILES, fetch_folder, read_heads, stated_base_model
 from medusa_decoding.checkpoints.tensor_files import MODEL_WEIGHTS, own_file, save_tensors
 from medusa_decoding.files import whole_folder, write_json
@@ -205,6 +205,32 @@ def export(
         notes += obstacles
         launch = None if obstacles else vllm.launch(heads, out, base, base_revision)
     return Exported(out, format, str(out) if format == "embedded" else base, heads, notes, launch)
+
+
+def export_plain(
+    name: str | Path, folder: str | Path, *, dtype: torch.dtype | None = None, revision: str | None = None
+) -> Path:
+    """Write a model without heads, such as a GGUF file, as an ordinary folder, with tokenizer and chat template.
+
+    Args:
+        name: folder, GGUF file or hub id of the model.
+        folder: where to write; it appears when it is complete.
+        dtype: of the weights; None for the model's own (of a GGUF file float32).
+        revision: branch, tag or commit on the hub.
+
+    Raises:
+        ValueError: no such model, a damaged one, or a `folder` that exists.
+        OSError: a file could not be written.
+    """
+    out = Path(folder).expanduser().resolve()
+    if out.exists():
+        raise ValueError(f"folder: expected a new one, got {out}")
+    tokenizer = load_tokenizer(name, revision)
+    model = load_model(name, dtype="auto" if dtype is None else dtype, **at(revision))
+    with whole_folder(out) as staging:
+        model.save_pretrained(staging)
+        tokenizer.save_pretrained(staging)
+    return out
 
 
 def _folder_of(base_model: str) -> Path | None:

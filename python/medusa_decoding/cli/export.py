@@ -6,7 +6,7 @@ import argparse
 import json
 from typing import Any
 
-from medusa_decoding.checkpoints import export, hub
+from medusa_decoding.checkpoints import export, export_plain, hub
 from medusa_decoding.cli._arguments import torch_dtype
 from medusa_decoding.options import VLLM_LATER, VLLM_VERSIONS
 
@@ -17,6 +17,15 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--push and --license need --format hub, got --format {args.format}")
     if args.push is None and (args.private or args.yes):
         raise ValueError("--private and --yes need --push OWNER/NAME")
+    if args.format == "plain":
+        if args.storage or args.base_model or args.base_revision or args.overwrite:
+            raise ValueError(
+                "--storage, --base-model, --base-revision and --overwrite need a format of heads, got plain"
+            )
+        dtype = torch_dtype(args.dtype) if args.dtype else None
+        folder = export_plain(args.model, args.out, dtype=dtype, revision=args.revision)
+        print(json.dumps({"folder": str(folder), "format": "plain"}) if args.json else f"as plain in {folder}")
+        return 0
     if args.push is not None:
         hub.check_repository("--push", args.push)
         if args.yes and args.out.exists() and not args.overwrite:  # as it was looked at, with what was changed in it

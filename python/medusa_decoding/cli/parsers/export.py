@@ -6,6 +6,7 @@ For vLLM, the original project, text-generation-inference, the Hugging Face hub,
     medusa export --model HEADS --out small --format native --storage int8
     medusa export --model HEADS --out model --format embedded --dtype bfloat16
     medusa export --model HEADS --out v1 --format original-v1 --file safetensors
+    medusa export --model MODEL.gguf --out folder --format plain --dtype bfloat16
     medusa export --model HEADS --out repository --format hub --license apache-2.0 --push OWNER/NAME
 
 The exported heads draft the same tokens. The model card, its figures and the tree are copied too (not the calibration,
@@ -28,15 +29,16 @@ from pathlib import Path
 from medusa_decoding.cli._arguments import add_option
 from medusa_decoding.options import DTYPES, TARGETS
 
-__doc__ = (__doc__ or "") + "".join(f"    {name:<13}{words}\n" for name, words in TARGETS.items())
+_FORMATS = TARGETS | {"plain": "the model alone that --model names, such as a GGUF file, as an ordinary folder"}
+__doc__ = (__doc__ or "") + "".join(f"    {name:<13}{words}\n" for name, words in _FORMATS.items())
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
-    parser.add_argument("--model", required=True, metavar="HEADS", help="folder or hub id of the heads")
+    parser.add_argument("--model", required=True, metavar="HEADS", help="folder or hub id of the heads (or model)")
     add_option(parser, "--revision REV", str, "branch, tag or commit of the heads on the hub")
     parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="where to write")
-    parser.add_argument("--format", required=True, choices=TARGETS, help="see above")
+    parser.add_argument("--format", required=True, choices=_FORMATS, help="see above")
     parser.add_argument(
         "--storage",
         choices=("float", "int8", "fp8"),
@@ -45,8 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype",
         choices=DTYPES,
-        help="dtype of all head weights that are not in 8 bits (default: the checkpoint's); the embedded format "
-        "converts only the heads and copies the base model's files unchanged",
+        help="dtype of all head weights that are not in 8 bits, or of a plain model (default: the checkpoint's); the "
+        "embedded format converts only the heads and copies the base model's files unchanged",
     )
     add_option(
         parser,
