@@ -1,10 +1,10 @@
-"""Tensor parallel over two GPUs: the text of one process, and a captured step against an eager one.
+"""Tensor parallel over two GPUs: the text of one process, and the time of a step.
 
     python -m benchmarks.bench_tensor_parallel
 
 The demo model in float32 must write what one process writes. Then steps are timed on a model with random weights, of
-which every process holds a part: eager and captured, plain and with a tree of 64 nodes, in turn. `--device cpu` runs
-the eager half over gloo, to test this file.
+which every process holds a part, plain and with a tree of 64 nodes, in turn. `--device cpu` runs it over gloo,
+to test this file.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from benchmarks import bench_step, harness
 from medusa_decoding.backbone.tensor_parallel import joined
 from medusa_decoding.checkpoints import pretrained
-from medusa_decoding.decode.runtime.steps import Backend
+from medusa_decoding.checkpoints.accuracies import default_accuracies
 from medusa_decoding.demo import CHECKPOINT
-from medusa_decoding.model import MedusaModel, MedusaOutput, default_tree
+from medusa_decoding.model import MedusaModel, MedusaOutput
 from medusa_decoding.trees.tree import Tree
 
 PROCESSES = 2
@@ -35,14 +35,12 @@ NEW = 64
 PREFIX = 1024
 
 
-def check_texts(device: torch.device, backends: tuple[Backend, ...]) -> None:
+def check_texts(device: torch.device) -> None:
     """Compare the demo model's texts over all processes with those of one process."""
     ids = pretrained.load_tokenizer(CHECKPOINT / "base")(PROMPT, return_tensors="pt").input_ids.to(device)
 
-    def texts(backend: Backend, **placed: Any) -> list[list[int]]:
-        with MedusaModel.from_pretrained(
-            CHECKPOINT / "heads", dtype=torch.float32, backend=backend, **placed
-        ) as model:  # freed before the processes part: NCCL waits for graphs that hold its collectives
+    def texts(**placed: Any) -> list[list[int]]:
+        with MedusaModel.from_pretrained(CHECKPOINT / "heads", dtype=torch.float32, backend="eager", **placed) as model:
             found = []
             for tree in (None, Tree([])):
                 output = model.generate(ids, max_new_tokens=NEW, tree=tree)
@@ -50,15 +48,14 @@ def check_texts(device: torch.device, backends: tuple[Backend, ...]) -> None:
                 found.append(output.sequences[0].tolist())
             return found
 
-    expected = texts("eager", device_map=device)
-    for backend in backends:
-        got = texts(backend, distributed_config=DistributedConfig(tp_plan="auto"))
-        if got != expected:
-            raise SystemExit(f"{backend}: expected the text of one process, got {got} instead of {expected}")
+    expected = texts(device_map=device)
+    got = texts(distributed_config=DistributedConfig(tp_plan="auto"))
+    if got != expected:
+        raise SystemExit(f"expected the text of one process, got {got} instead of {expected}")
 
 
-def time_steps(folder: str, device: torch.device, backends: tuple[Backend, ...], rounds: int) -> dict[str, float]:
-    """Return the median microseconds of a step by backend and kind of tree, as this process sees them."""
+def time_steps(folder: str, device: torch.device, rounds: int) -> dict[str, float]:
+    """Return the median microseconds of a step by size of the tree, as this process sees them."""
     placed = DistributedConfig(tp_plan="auto")
     base = pretrained.load_model(folder, distributed_config=placed, dtype="auto")
     torch.manual_seed(0)  # the same heads and prompt in all processes
@@ -66,20 +63,15 @@ def time_steps(folder: str, device: torch.device, backends: tuple[Backend, ...],
     ids = torch.randint(base.config.vocab_size, (1, PREFIX if device.type == "cuda" else 16)).to(device)
     seconds: dict[str, list[float]] = {}
     with MedusaModel(base, heads) as model:
-
-        def way(backend: Backend, tree: Tree) -> None:
-            model.backend = backend
-            output = model.generate(ids, max_new_tokens=NEW, tree=tree, eos_token_id=None, metrics=True)
-            assert isinstance(output, MedusaOutput)
-            assert output.metrics is not None
-            # The first step may have been captured.
-            seconds.setdefault(f"{backend}, nodes={tree.num_nodes}", []).extend(output.metrics.step_seconds[1:])
-
-        ways = [(backend, tree) for backend in backends for tree in (Tree([]), default_tree(heads))]
+        trees = [Tree([]), Tree.optimal(default_accuracies(heads).by_rank, 64)]
         shuffler = random.Random(0)  # the same order in all processes
         for _ in range(rounds):
-            for backend, tree in shuffler.sample(ways, len(ways)):
-                way(backend, tree)
+            for tree in shuffler.sample(trees, len(trees)):
+                output = model.generate(ids, max_new_tokens=NEW, tree=tree, eos_token_id=None, metrics=True)
+                assert isinstance(output, MedusaOutput)
+                assert output.metrics is not None
+                # The first step loads kernels.
+                seconds.setdefault(f"nodes={tree.num_nodes}", []).extend(output.metrics.step_seconds[1:])
     return {name: statistics.median(times) * 1e6 for name, times in seconds.items()}
 
 
@@ -88,7 +80,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--model", choices=bench_step.MODELS, default="Llama-3-8B")
-    parser.add_argument("--rounds", type=int, default=5, help="generations of each way")
+    parser.add_argument("--rounds", type=int, default=5, help="generations with each tree")
     args = parser.parse_args()
     if "RANK" not in os.environ:
         if args.device == "cuda" and torch.cuda.device_count() < PROCESSES:
@@ -101,11 +93,10 @@ def main() -> None:
             torch.cuda.empty_cache()
             command = [*start, "-m", "benchmarks.bench_tensor_parallel", *sys.argv[1:]]
             sys.exit(subprocess.run(command, env=os.environ | {"MEDUSA_BENCH_MODEL": folder}, check=False).returncode)
-    backends: tuple[Backend, ...] = ("eager", "graph") if args.device == "cuda" else ("eager",)
     with joined(args.device) as rank:
         device = torch.device(args.device, torch.cuda.current_device() if args.device == "cuda" else None)
-        check_texts(device, backends)
-        medians = time_steps(os.environ["MEDUSA_BENCH_MODEL"], device, backends, args.rounds)
+        check_texts(device)
+        medians = time_steps(os.environ["MEDUSA_BENCH_MODEL"], device, args.rounds)
     if rank == 0:
         for name, median in medians.items():
             print(f"{name}: {median:.0f} us")

@@ -106,7 +106,7 @@ def test_everything_captured_has_run_before_on_the_same_stream(fake_cuda, make):
         selector, limits = make(prompt), Limits([20], [0], [99])
         state = medusa._steps.pool.acquire(Sizes([7], 20), 60)
         prefill(medusa.backbone, [prompt], state, selector, limits)
-        step = CapturedStep(eager, tree, medusa.backbone)
+        step = CapturedStep(eager, tree.num_nodes)
         assert not step.is_made(state, selector, limits)
         with Operations() as operations:
             assert step(state, selector, limits)

@@ -17,8 +17,6 @@ from pathlib import Path
 import pytest
 import torch
 from models import heads_for, padded, prompts, tiny, transformers_greedy
-from test_capture import Stream, current
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES
 
@@ -27,7 +25,7 @@ from medusa_decoding.backbone.attention_swap import TreeAttention
 from medusa_decoding.backbone.fused_layers import obstacle
 from medusa_decoding.backbone.kv_cache import TreeCache
 from medusa_decoding.backbone.tensor_parallel import Peers, is_sharded, leave
-from medusa_decoding.decode.runtime import cuda_graph, state_pool, steps
+from medusa_decoding.decode.runtime import state_pool
 from medusa_decoding.demo import CHECKPOINT
 
 pytestmark = pytest.mark.slow  # starts processes of its own
@@ -165,95 +163,39 @@ def talk(folder):
     }
 
 
-class Collectives(TorchDispatchMode):
-    """Notes the operations that wait for other processes."""
-
-    def __init__(self):
-        super().__init__()
-        self.seen = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if "c10d" in function.namespace:
-            self.seen.append(function.overloadpacket.__name__)
-        return function(*args, **(kwargs or {}))
-
-
-class Recorded:
-    """Stands in for a CUDA graph: runs the captured call at each replay, and notes its collectives."""
-
-    made, replays = 0, []
-
-    def __init__(self, call, pool, stream):
-        self.call = call
-        Recorded.made += 1
-
-    def replay(self):
-        with Collectives() as collectives:
-            self.call()
-        Recorded.replays.append(collectives.seen)
-
-
-def captured(folder):
-    """Decode in captured steps, and let one process alone run out of memory, free its steps, or take another tree."""
+def out_of_memory(folder):
+    """Let one process alone run out of memory, and decode again."""
     rank, seen = torch.distributed.get_rank(), {}
     ids, mask = padded(rows())
-    base, whole = load(folder / "llama"), build("llama")
-    out_of_memory = torch.OutOfMemoryError("no memory in a capture")
 
-    def fail(*args, error=out_of_memory, **kwargs):
-        raise error
+    def fail(**_):
+        raise MemoryError("no memory for a cache")
 
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("Stream", "current_stream"):
-            patch.setattr(torch.cuda, name, Stream)
-        patch.setattr(torch.cuda, "stream", current)
-        patch.setattr(torch.cuda, "graph_pool_handle", object)
-        patch.setattr(cuda_graph, "record", Recorded)
-        patch.setattr(Peers, "capturable", True)
-        patch.setattr(steps, "resolve_backend", lambda backend, device, processes: backend)
-        for shared in (False, True):
-            with MedusaModel(base, heads_for(whole, 3, shared=shared), TREE, backend="graph") as model:
+    with MedusaModel(load(folder / "llama"), heads_for(build("llama"), 3), TREE) as model:
 
-                def text(tree=TREE, model=model):
-                    try:
-                        out = model.generate(ids, mask, max_new_tokens=NEW_TOKENS, tree=tree)
-                        return out.sequences[:, ids.shape[1] :].tolist()
-                    except (MemoryError, RuntimeError) as error:
-                        return f"{type(error).__name__}: {error}"
+        def text():
+            try:
+                return model.generate(ids, mask, max_new_tokens=NEW_TOKENS).sequences[:, ids.shape[1] :].tolist()
+            except (MemoryError, RuntimeError) as error:
+                return f"{type(error).__name__}: {error}"
 
-                for kind, tree in (("tree", TREE), ("plain", Tree([]))):
-                    Recorded.replays = []
-                    seen[f"{kind}, {shared}"] = text(tree)
-                    seen[f"collectives, {kind}, {shared}"] = Recorded.replays
-                if shared:
-                    continue
-                seen["keys"] = model._steps._kept()
-                made = Recorded.made
-                seen["again"], seen["made again"] = text(), Recorded.made - made
+        for name, target, attribute, value in (
+            ("generation", state_pool, "available", lambda device: 10_000),
+            ("cache", TreeCache, "allocate", fail),
+        ):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(state_pool, "UNCHECKED", 0)
                 if rank == 1:
-                    model.free()
-                seen["freed"], seen["made after free"] = text(), Recorded.made - made
-                seen["other tree"] = text(Tree.chain(1 + rank))
-                for name, target, attribute, value in (
-                    ("generation", state_pool, "available", lambda device: 10_000),
-                    ("step", cuda_graph, "available", lambda device: 10_000),
-                    ("cache", TreeCache, "allocate", lambda **_: fail(error=MemoryError("no memory for a cache"))),
-                    ("capture", cuda_graph, "record", fail),
-                ):
-                    model.free()
-                    with pytest.MonkeyPatch.context() as once:
-                        once.setattr(state_pool, "UNCHECKED", 0)
-                        if rank == 1:
-                            once.setattr(target, attribute, value)
-                        seen[f"no memory, {name}"] = text()
-                seen["afterwards"] = text()
+                    patch.setattr(target, attribute, value)
+                seen[name] = text()
+        seen["afterwards"] = text()
     return seen
 
 
 def work(folder):
     torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
     seen = {name: decode(folder, name) for name in MODELS}
-    for task in (refusals, whole_attention, talk, disagree, captured):
+    for task in (refusals, whole_attention, talk, disagree, out_of_memory):
         seen[task.__name__] = task(folder)
     (folder / f"rank{torch.distributed.get_rank()}.json").write_text(json.dumps(seen))
     leave()
@@ -353,49 +295,18 @@ def test_processes_sample_and_stop_together(reports):
 
 @pytest.mark.parametrize("backend", ["compiled", "graph"])
 def test_steps_of_sharded_models_are_eager_or_refused(reports, backend):
-    words = f"backend: expected 'auto' or 'eager' for a tensor parallel model on cpu, got '{backend}'"
+    words = f"backend: expected 'auto' or 'eager' for a tensor parallel model, got '{backend}'"
     assert all(report["disagree"][backend] == words for report in reports)
 
 
-def test_graphs_with_several_processes_are_for_cuda_and_on_request():
-    cuda = torch.device("cuda")
-    assert steps.resolve_backend("graph", cuda, 2) == "graph"
-    assert steps.resolve_backend("auto", cuda, 2) == "eager"
-    with pytest.raises(ValueError, match="'auto', 'eager' or 'graph' for a tensor parallel model on cuda, got 'compi"):
-        steps.resolve_backend("compiled", cuda, 2)
-
-
-def test_captured_steps_hold_the_same_collectives_in_all_processes(reports):
-    model = build("llama")
-    texts = [transformers_greedy(model, row, NEW_TOKENS) for row in rows()]
-    # The embedding, attention and MLP of each layer, and lm_head; heads that share lm_head gather once more.
-    forward = ["allreduce_"] * (1 + 2 * model.config.num_hidden_layers) + ["_allgather_base_"]
-    first, other = (report["captured"] for report in reports)
+def test_processes_run_out_of_memory_together(reports):
+    first, other = (report["out_of_memory"] for report in reports)
     assert first == other
-    for shared in (False, True):
-        for kind in ("tree", "plain"):
-            assert first[f"{kind}, {shared}"] == texts
-            before = ["_allgather_base_"] if shared and kind == "tree" else []
-            replays = first[f"collectives, {kind}, {shared}"]
-            assert replays, "no step was replayed"
-            assert all(seen == before + forward for seen in replays)
-
-
-def test_processes_capture_together_and_end_together(reports):
-    texts = [transformers_greedy(build("llama"), row, NEW_TOKENS) for row in rows()]
-    first, other = (report["captured"] for report in reports)
-    assert first == other
-    assert first["keys"].count("'greedy'") == 2, "a tree's step and a plain one are kept"
-    assert first["again"] == first["freed"] == first["afterwards"] == texts
-    assert (first["made again"], first["made after free"]) == (0, 1)
-    assert first["other tree"].startswith("RuntimeError: backend 'graph': expected 2 processes to capture the same")
-    for name, words in {
-        "generation": "MemoryError: memory: expected at most 9.8 KiB (free on cpu in each of 2 processes), got ",
-        "step": "MemoryError: memory: expected at least ",
-        "cache": "MemoryError: process 1 of 2: no memory for a cache",
-        "capture": "MemoryError: process 1 of 2: no memory in a capture",
-    }.items():
-        assert first[f"no memory, {name}"].startswith(words), first[f"no memory, {name}"]
+    assert first["generation"].startswith(
+        "MemoryError: memory: expected at most 9.8 KiB (free on cpu in each of 2 processes), got "
+    )
+    assert first["cache"] == "MemoryError: process 1 of 2: no memory for a cache"
+    assert first["afterwards"] == [transformers_greedy(build("llama"), row, NEW_TOKENS) for row in rows()]
 
 
 def test_command_prints_once_what_transformers_writes():

@@ -18,7 +18,7 @@ from medusa_decoding.backbone.attention_swap import AttentionSwap, DecodeContext
 from medusa_decoding.backbone.families import family_of
 from medusa_decoding.backbone.generation_lock import lock_of
 from medusa_decoding.backbone.rope import tables_of_layers
-from medusa_decoding.backbone.tensor_parallel import Peers, Sharded, local_kv_heads
+from medusa_decoding.backbone.tensor_parallel import Peers, local_kv_heads
 from medusa_decoding.linears.holding import LinearHold
 from medusa_decoding.linears.reading import is_hooked
 from medusa_kernels.cache_rows import row_width
@@ -201,16 +201,13 @@ class Backbone:
 
     @property
     def lm_head(self) -> nn.Module:
-        """The current `lm_head`, including an adapter that wraps it and what the family does to its logits.
-
-        See `Sharded` if it is sharded.
-        """
-        return self.family.logits(Sharded.of(self.causal_lm.lm_head), self.config)
+        """The current `lm_head`, including an adapter that wraps it and what the family does to its logits."""
+        return self.family.logits(self.causal_lm.lm_head, self.config)
 
     @property
     def embed_tokens(self) -> nn.Module:
-        """The current input embedding; see `Sharded` if it is sharded."""
-        return Sharded.of(self.decoder.embed_tokens)
+        """The current input embedding."""
+        return self.decoder.embed_tokens
 
     @property
     def device(self) -> torch.device:

@@ -9,11 +9,9 @@ memory is that of the process with the least.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import threading
 import time
-import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +19,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 # Styles of transformers' plans under which modules take and return whole tensors, except for the attention's own
 # projections, which work on the heads of one process.
@@ -96,24 +93,13 @@ class Peers:
         dtype = torch.float64 if isinstance(value, float) else torch.int64
         return type(value)(self.broadcast(torch.tensor(value, dtype=dtype)).item())
 
-    @property
-    def capturable(self) -> bool:
-        """Whether a CUDA graph can hold the processes' collectives: only NCCL's."""
-        return self.group is None or "cuda:nccl" in torch.distributed.get_backend_config(self.group)
-
-    def least(self, *numbers: int) -> list[int]:
-        """Return the smallest of all processes' numbers at each place. Every process must call this; the host waits."""
+    def least(self, number: int) -> int:
+        """Return the smallest of all processes' numbers. Every process must call this; the host waits."""
         if self.group is None:
-            return [*numbers]
-        shared = torch.tensor(numbers, dtype=torch.int64, device=self.device)
+            return number
+        shared = torch.tensor(number, dtype=torch.int64, device=self.device)
         torch.distributed.all_reduce(shared, torch.distributed.ReduceOp.MIN, group=self.group)
-        return shared.tolist()
-
-    def same(self, text: str) -> bool:
-        """Return whether all processes give the same text. Every process must call this; the host waits."""
-        digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-        low, negative_high = self.least(digest, -digest)
-        return low == -negative_high
+        return int(shared)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -133,7 +119,7 @@ class Peers:
             if self.group is None:
                 raise
             error = caught
-        (first,) = self.least(self.size if error is None else self.rank)
+        first = self.least(self.size if error is None else self.rank)
         if first == self.size:
             return
         said: list[Any] = [isinstance(error, (MemoryError, torch.OutOfMemoryError)), str(error)]
@@ -150,51 +136,6 @@ def is_sharded(parameter: torch.Tensor) -> bool:
     from torch.distributed.tensor import DTensor
 
     return isinstance(parameter, DTensor)
-
-
-def local_part(parameter: torch.Tensor) -> torch.Tensor:
-    """Return this process's part of a parameter; the parameter itself if it is not sharded."""
-    held: Any = parameter
-    return held.to_local() if is_sharded(parameter) else parameter
-
-
-class Sharded(nn.Module):
-    """Calls an embedding or a Linear sharded by vocabulary, with one plain collective that a CUDA graph can hold.
-
-    transformers' own call of these two modules goes through DTensor; the result is the same.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.__dict__["module"] = module  # not a submodule
-
-    @staticmethod
-    def of(module: nn.Module) -> nn.Module:
-        """Return what to call for a module: itself if it is whole, in unequal parts, hooked, or to be trained."""
-        weight: Any = getattr(module, "weight", None)
-        if type(module) not in (nn.Embedding, nn.Linear) or torch.is_grad_enabled() or not is_sharded(weight):
-            return module
-        hooked = module._forward_hooks or module._forward_pre_hooks
-        plain = not hooked and getattr(module.forward, "__module__", "").startswith("transformers.")
-        even = weight.placements[0].is_shard(0) and len(weight) % weight.device_mesh.size() == 0
-        return Sharded(module) if plain and even else module
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Embed token ids [..] to [.., H], or project [.., H] to [.., V]; complete in every process."""
-        module = self.__dict__["module"]
-        mesh, weight = module.weight.device_mesh, local_part(module.weight)
-        if isinstance(module, nn.Embedding):
-            rows = x - mesh.get_local_rank() * len(weight)
-            others = (rows < 0) | (rows >= len(weight))
-            embedded = F.embedding(rows.masked_fill(others, 0), weight).masked_fill_(others[..., None], 0)
-            torch.distributed.all_reduce(embedded, group=mesh.get_group())
-            return embedded
-        part = F.linear(x, weight, None if module.bias is None else local_part(module.bias))
-        parts = part.new_empty(mesh.size(), *part.shape)
-        # all_gather_into_tensor is its name up to torch 2.12.
-        gather = getattr(torch.distributed, "all_gather_single", None) or torch.distributed.all_gather_into_tensor
-        gather(parts.flatten(0, 1), part.contiguous(), group=mesh.get_group())
-        return parts.movedim(0, -2).flatten(-2)
 
 
 def local_kv_heads(causal: Any, size: int) -> int:
@@ -249,20 +190,12 @@ def joined(device: str) -> Iterator[int]:
     torch.distributed.init_process_group("nccl" if on_gpu else "gloo", device_id=own)
     try:
         yield torch.distributed.get_rank()
-    except BaseException as error:
-        link: BaseException | None = error
-        while link is not None:
-            traceback.clear_frames(link.__traceback__)  # they may hold graphs, for which `leave` would wait
-            link = link.__cause__ or link.__context__
-        raise
     finally:
         leave()
 
 
 def leave() -> None:
     """End the default process group, and wait until none of its threads is at work (2 seconds at most).
-
-    NCCL waits for ever for CUDA graphs that hold its collectives: free the models that captured some first.
 
     A gloo thread releases the tensors of its last collective after the caller has gone on. Once Python has begun to
     shut down, that aborts the process, though its work is done. Destroying the group ends its threads only if nothing

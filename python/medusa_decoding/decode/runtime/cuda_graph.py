@@ -1,7 +1,6 @@
 """CUDA graphs: a step captured once per state, then replayed, so that the host launches one thing per step.
 
 If the host selects tokens (logits processors), a captured step is two graphs with the host's selection between them.
-Processes that share a model capture the same steps at the same time, since captured collectives wait for each other.
 """
 
 from __future__ import annotations
@@ -13,14 +12,11 @@ from typing import Any
 
 import torch
 
-from medusa_decoding.backbone.backbone import Backbone
 from medusa_decoding.decode.limits import Limits
 from medusa_decoding.decode.loop import Step
 from medusa_decoding.decode.runtime.compiled import KEPT_GRAPHS, CompiledStep
-from medusa_decoding.decode.runtime.memory import Sizes, available, memory_use, size
 from medusa_decoding.decode.state import DecodeState
 from medusa_decoding.decode.verify import HostTokenSelector, Nodes, TokenSelector
-from medusa_decoding.trees.tree import Tree
 
 
 class HostSelection(TokenSelector):
@@ -82,14 +78,12 @@ class CapturedStep:
 
     Args:
         step: the step to capture. It reads nothing back to the host and its shapes depend on no data.
-        tree: the step's.
-        backbone: the step's.
+        nodes: the tree's nodes.
     """
 
-    def __init__(self, step: Step, tree: Tree, backbone: Backbone) -> None:
+    def __init__(self, step: Step, nodes: int) -> None:
         self.step = step
-        self.tree = tree
-        self.backbone = backbone
+        self.nodes = nodes
         self._pool: Any = None
         self._alive: weakref.WeakSet[Captured] = weakref.WeakSet()
 
@@ -97,9 +91,7 @@ class CapturedStep:
         """Replay the step in place, capturing it the first time over a state. Return whether it was captured now.
 
         Raises:
-            RuntimeError: the model does something that cannot be captured, or processes that share it capture different
-                steps; the generation cannot continue.
-            MemoryError: one of several processes does not have the memory.
+            RuntimeError: the model does something that cannot be captured; the generation cannot continue.
         """
         key = (self, limits.key, selector.key)
         captured = state.captured.pop(key, None)
@@ -124,17 +116,14 @@ class CapturedStep:
         return (self, limits.key, selector.key) in state.captured
 
     def _capture(self, state: DecodeState, selector: TokenSelector, limits: Limits) -> Captured:
-        if self.backbone.peers.size > 1:
-            self._agree(state, selector, limits)
         own_limits, step, host_selection = replace(limits), self.step, None
         if isinstance(selector, HostTokenSelector):
             # The host's selector may remember what it is shown, and belongs to one generation: no graph refers to it.
-            next_tokens = torch.zeros(len(state.root), self.tree.num_nodes, dtype=torch.int64, device=state.root.device)
+            next_tokens = torch.zeros(len(state.root), self.nodes, dtype=torch.int64, device=state.root.device)
             selector = host_selection = HostSelection(selector, next_tokens)
             if isinstance(step, CompiledStep):
                 step = step.step  # compiled code is one piece
-        with self.backbone.peers.together():
-            before = state.snapshot()
+        before = state.snapshot()
         if not self._alive:  # a pool whose graphs are all gone cannot be captured into again
             self._pool = torch.cuda.graph_pool_handle()
         side = torch.cuda.Stream()
@@ -146,12 +135,13 @@ class CapturedStep:
                 step(state, selector, own_limits)
                 state.restore(before)
             torch.cuda.current_stream().wait_stream(side)
-            # Collectives in a capture are recorded, and wait for no other process.
-            with self.backbone.peers.together():
-                if host_selection is not None:
-                    graphs = self._capture_in_two(step, state, host_selection, own_limits, side)
-                else:
-                    graphs = (record(lambda: step(state, selector, own_limits), self._pool, side),)
+            if host_selection is not None:
+                graphs = self._capture_in_two(step, state, host_selection, own_limits, side)
+            else:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
+                    step(state, selector, own_limits)
+                graphs = (graph,)
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -162,25 +152,6 @@ class CapturedStep:
         captured = Captured(graphs, own_limits, weakref.ref(limits), host_selection)
         self._alive.add(captured)
         return captured
-
-    def _agree(self, state: DecodeState, selector: TokenSelector, limits: Limits) -> None:
-        """Check, in all processes at once, that they capture the same step and that each has the memory for it."""
-        peers, tree, batch = self.backbone.peers, self.tree, len(state.root)
-        shapes = tuple(state.cache.kv.shape), tuple(state.output.shape)
-        if not peers.same(repr((tree.choices, tree.lookup, tree.keep, shapes, limits.key, selector.key))):
-            raise RuntimeError(
-                f"backend 'graph': expected {peers.size} processes to capture the same step, got different ones; call "
-                "generate with the same arguments in all of them"
-            )
-        drawn = 0 if selector.draw_temperature is None else tree.num_nodes
-        sizes = Sizes([1] * batch, 1, tree.num_nodes, logits=True, noise=drawn)
-        need = memory_use(self.backbone, sizes, state.cache.capacity).activations
-        (free,) = peers.least(available(self.backbone.device) or 0)
-        if need > free:
-            raise MemoryError(
-                f"memory: expected at least {size(need)} for capturing a step in each of {peers.size} processes, got "
-                f"{size(free)} in the one with the least; use backend='eager' or fewer rows"
-            )
 
     def _capture_in_two(
         self, step: Step, state: DecodeState, selector: HostSelection, limits: Limits, side: torch.cuda.Stream
@@ -207,11 +178,3 @@ class CapturedStep:
             finally:
                 open_graph.capture_end()
         return graphs
-
-
-def record(call: Callable[[], object], pool: Any, stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
-    """Return a graph of what a call launches."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-        call()
-    return graph

@@ -174,14 +174,6 @@ class StatePool:
         for state in list(self._states):
             state.captured.clear()
 
-    def kept(self, steps: list[object]) -> list[object]:
-        """Describe the idle states, oldest first, with the keys of the graphs captured over them, by value."""
-        places = {id(step): place for place, step in enumerate(steps)}
-        return [
-            (*state.cache.kv.shape, *state.output.shape, [(places.get(id(key[0])), *key[1:]) for key in state.captured])
-            for state in self._idle
-        ]
-
     def _trim(self, more: int = 0, more_bytes: int = 0) -> None:
         """Free the oldest idle states that are too many, next to `more` other states of so many bytes."""
         if self.keep == 0:
@@ -195,7 +187,7 @@ class StatePool:
     def _available(self) -> int | None:
         """Return the bytes left on the device; of several processes, in the one with the least, so that they agree."""
         free = available(self.backbone.device)
-        return None if free is None else self.backbone.peers.least(free)[0]
+        return None if free is None else self.backbone.peers.least(free)
 
     def _new(self, sizes: Sizes, shape: tuple[int, ...]) -> DecodeState:
         with self.backbone.peers.together():

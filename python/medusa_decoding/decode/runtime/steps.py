@@ -13,7 +13,6 @@ from typing import Literal
 import torch
 
 from medusa_decoding.backbone.backbone import Backbone
-from medusa_decoding.backbone.tensor_parallel import local_part
 from medusa_decoding.decode.limits import Limits
 from medusa_decoding.decode.loop import Step, decode_step, plain_step
 from medusa_decoding.decode.runtime.compiled import CompiledStep
@@ -36,8 +35,7 @@ KEPT_STATES = 2
 def resolve_backend(backend: Backend, device: torch.device, processes: int = 1) -> Backend:
     """Return what a backend means on a device: "auto" is "graph" on CUDA and "eager" elsewhere.
 
-    A tensor parallel model's steps hold collectives. They run eagerly unless "graph" is asked for, on CUDA: what that
-    gains has not been measured yet.
+    A tensor parallel model's steps run eagerly, since they hold collectives.
 
     Raises:
         ValueError: an unknown backend, or one that the device, or a model sharded over several processes, cannot run.
@@ -45,11 +43,9 @@ def resolve_backend(backend: Backend, device: torch.device, processes: int = 1) 
     if backend not in BACKENDS:
         raise ValueError(f"backend: expected 'auto', 'eager', 'compiled' or 'graph', got {backend!r}")
     if processes > 1:
-        allowed = ("auto", "eager", "graph") if device.type == "cuda" else ("auto", "eager")
-        if backend not in allowed:
-            names = f"{', '.join(map(repr, allowed[:-1]))} or {allowed[-1]!r}"
-            raise ValueError(f"backend: expected {names} for a tensor parallel model on {device.type}, got {backend!r}")
-        return "graph" if backend == "graph" else "eager"
+        if backend not in ("auto", "eager"):
+            raise ValueError(f"backend: expected 'auto' or 'eager' for a tensor parallel model, got {backend!r}")
+        return "eager"
     if backend == "auto":
         return "graph" if device.type == "cuda" else "eager"
     if backend == "graph" and device.type != "cuda":
@@ -80,12 +76,9 @@ class Steps:
         """Check the model for changes, once per generation and before its prefill; return a function from tree to step.
 
         Raises:
-            ValueError: an unknown backend, or one that the device or the processes' collectives cannot run.
+            ValueError: see `resolve_backend`.
         """
-        peers = self.backbone.peers
-        backend = resolve_backend(backend, self.backbone.device, peers.size)
-        if backend == "graph" and not peers.capturable:
-            raise ValueError("backend: expected NCCL as the processes' backend for 'graph', got another; use 'eager'")
+        backend = resolve_backend(backend, self.backbone.device, self.backbone.peers.size)
         if backend != "eager":
             model = self.fingerprint()
             if model != self._made_for:
@@ -96,9 +89,6 @@ class Steps:
             for key in [key for key in self._made if key[1] == stale]:
                 self._drop(key)
         self.pool.keep = KEPT_STATES if self._captures(backend) else 0
-        # If one process replayed what another captures, or took up a state that another lacks, all would wait for ever.
-        if peers.size > 1 and not peers.same(self._kept()):
-            self.clear()
         met: dict[int, tuple[Tree, Step]] = {}  # by id: a tree's hash takes as long as some steps
 
         def step_for(tree: Tree) -> Step:
@@ -134,17 +124,12 @@ class Steps:
         modules = [module for root in roots for module in root.modules()]
         tensors = [t for root in roots for t in (*root.parameters(), *root.buffers())]
         return (
-            *((id(t), local_part(t).data_ptr(), 0 if t.is_inference() else t._version) for t in tensors),
+            *((id(t), t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors),
             *(_module_state(module) for module in modules),
         )
 
     def _captures(self, backend: str) -> bool:
         return backend == "graph" or (backend == "compiled" and self.backbone.device.type == "cuda")
-
-    def _kept(self) -> str:
-        """Describe the kept steps and states by value, oldest first."""
-        trees = [(tree.choices, tree.lookup, tree.keep, backend) for tree, backend, _ in self._made]
-        return repr((trees, self.pool.kept([*self._made.values()])))
 
     def _make(self, tree: Tree, backend: Backend) -> Step:
         plain = tree.num_nodes == 1
@@ -156,7 +141,7 @@ class Steps:
         )
         if backend == "compiled":
             step = CompiledStep(step, freeze=self.backbone.device.type != "cuda")
-        return CapturedStep(step, tree, self.backbone) if self._captures(backend) else step
+        return CapturedStep(step, tree.num_nodes) if self._captures(backend) else step
 
 
 def _module_state(module: torch.nn.Module) -> tuple[object, ...]:
