@@ -149,16 +149,11 @@ def disagree(folder):
 
 
 def talk(folder):
-    """Broadcast a different object from every process and record which one arrives."""
+    """Share a different number from every process and record which one arrives."""
     peers = Peers.from_model(load(folder / "llama"))
     rank = torch.distributed.get_rank()
-    mine = torch.arange(6.0).view(2, 3).T + 10 * rank
-    heard = peers.broadcast(mine)
     return {
         "rank": [peers.rank, rank],
-        "heard": heard.tolist(),
-        "mine": mine.tolist(),
-        "heard bool": peers.broadcast(torch.tensor([rank == 0, rank == 1])).tolist(),
         "agreed": [peers.agree(7 + rank), peers.agree(0.1 + rank), peers.agree(rank == 0), peers.agree(2**62 + rank)],
     }
 
@@ -279,9 +274,6 @@ def test_the_first_process_decides(reports):
     for rank, report in enumerate(reports):
         talk = report["talk"]
         assert talk["rank"] == [rank, rank]
-        assert talk["heard"] == [[0.0, 3.0], [1.0, 4.0], [2.0, 5.0]]
-        assert talk["mine"] == [[value + 10 * rank for value in row] for row in talk["heard"]]
-        assert talk["heard bool"] == [True, False]
         assert talk["agreed"] == [7, 0.1, True, 2**62]
 
 

@@ -71,18 +71,6 @@ class Peers:
         mesh = meshes.pop()
         return cls(size, mesh.get_local_rank(), mesh.get_group(), shards[0].device)
 
-    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return process 0's tensor in every process, on the given tensor's device; shape and dtype must be equal.
-
-        The given tensor is not changed (one process gets it back). Every process must call this.
-        """
-        if self.group is None:
-            return tensor
-        # NCCL takes no host tensors: they are sent through the group's device.
-        sent = tensor.to(self.device, copy=True, memory_format=torch.contiguous_format)
-        torch.distributed.broadcast(sent, group=self.group, group_src=0)
-        return sent.to(tensor.device)
-
     def agree(self, value: Number) -> Number:
         """Return process 0's number (float, int or bool) in every process. Every process must call this.
 
@@ -91,7 +79,9 @@ class Peers:
         if self.group is None:
             return value
         dtype = torch.float64 if isinstance(value, float) else torch.int64
-        return type(value)(self.broadcast(torch.tensor(value, dtype=dtype)).item())
+        shared = torch.tensor(value, dtype=dtype, device=self.device)  # NCCL takes no host tensors
+        torch.distributed.broadcast(shared, group=self.group, group_src=0)
+        return type(value)(shared.item())
 
     def least(self, number: int) -> int:
         """Return the smallest of all processes' numbers. Every process must call this; the host waits."""
