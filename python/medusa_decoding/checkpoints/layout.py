@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import itertools
 import re
-import reprlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -191,38 +189,6 @@ def check_base(found: HeadTensors, layout: Layout, hidden_size: int | None, voca
     if vocab_size is not None and layout.vocab_size not in (None, vocab_size):
         few = "" if layout.trimmed is None else f" or {layout.trimmed + 1} (the {TOKEN_MAP}'s and one)"
         raise tensors[PARENTS].refused(rows + few, layout.vocab_size)
-
-
-def disagreements(config: Mapping[str, Any], layout: Layout) -> list[str]:
-    """Return notes on what a config contradicts in the tensors; the tensors are believed."""
-    projection = "shared" if layout.rows is None else "own"
-    expected: dict[str, Any] = {
-        "medusa_num_heads": layout.num_heads,
-        "medusa_num_layers": layout.num_layers,
-        "hidden_size": layout.hidden_size,
-        "medusa_storage": layout.storage,
-        "medusa_parent_rank": layout.parent_rank,
-        "medusa_root_rank": layout.root_rank,
-    }
-    if layout.vocab_size is not None:
-        expected["vocab_size"] = layout.vocab_size
-    notes = contradictions(config, expected)
-    stated = {"1": "own", "2": "shared"}.get(str(config.get("version")), projection)
-    if stated != projection:
-        notes.append(
-            f"config.json: version is {reprlib.repr(config['version'])} ({stated} projections), the tensors hold "
-            f"{projection} projections; the tensors are believed"
-        )
-    return notes
-
-
-def contradictions(config: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
-    """Return a note on each key of a config whose value is not that of the tensors."""
-    return [
-        f"config.json: {key} is {reprlib.repr(config[key])}, the tensors hold {value}; the tensors are believed"
-        for key, value in expected.items()
-        if key in config and config[key] != value
-    ]
 
 
 def pack(

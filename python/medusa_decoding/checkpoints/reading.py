@@ -1,7 +1,7 @@
 """Recognise the format of a heads checkpoint and read it with every check.
 
 There is one module per format. A format lists its tensors under the paper's names; checks and packing are shared. The
-tensors are believed, and a config that contradicts them is reported.
+sizes are those of the tensors, whatever the config says.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from huggingface_hub import snapshot_download
 
 from medusa_decoding.checkpoints import embedded, original, vllm
 from medusa_decoding.checkpoints.config_checks import check_revision
-from medusa_decoding.checkpoints.layout import DTYPES, Layout, check_base, disagreements, examine, pack
+from medusa_decoding.checkpoints.layout import DTYPES, Layout, check_base, examine, pack
 from medusa_decoding.checkpoints.original import REVISION
 from medusa_decoding.checkpoints.pretrained import stated_sizes
 from medusa_decoding.files import read_json_object
@@ -56,7 +56,7 @@ class HeadsCheckpoint:
         format: name of the format, an entry's NAME in `FORMATS`.
         path: the folder that was read.
         config: content of its `config.json`; empty without one.
-        notes: what a user should know: contradictions between config and tensors, files that were not read.
+        notes: what a user should know, such as files that were not read.
         base_revision: branch, tag or commit of the base model on the hub that the heads belong to; None if the
             checkpoint does not name one.
     """
@@ -107,7 +107,7 @@ def read_heads(
     if vocab_size is None:
         vocab_size = _vocab_size(layout, config, base, folder)
     heads = pack(found, layout, vocab_size, dtype, device)
-    notes += [*found.notes, *disagreements(config, layout)]
+    notes += found.notes
     for note in notes:
         _log.warning("%s: %s", folder, note)
     return HeadsCheckpoint(heads, base, module.NAME, folder, config, notes, _revision(module, config))

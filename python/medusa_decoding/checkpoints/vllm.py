@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from medusa_decoding.checkpoints.layout import NUMBER, TOKEN_MAP, HeadTensors, contradictions, unpack
+from medusa_decoding.checkpoints.layout import NUMBER, TOKEN_MAP, HeadTensors, unpack
 from medusa_decoding.checkpoints.original import REVISION, base_model
 from medusa_decoding.checkpoints.tensor_files import StoredTensor, open_tensors
 from medusa_decoding.checks import shown
@@ -75,15 +75,12 @@ def gather(folder: Path) -> HeadTensors:
     if not projections:
         wanted = _SHARED if config.get("original_lm_head") else "lm_heads.0.weight"
         raise ValueError(f"{folder / WEIGHTS}: the projection {wanted} is missing")
-    has_bias = any(match[3] == "bias" for match in blocks.values())
-    stated = {"num_heads": len(heads), "num_hidden_layers": layers, "medusa_fc_bias": has_bias}
-    notes = contradictions({"medusa_fc_bias": False, **config}, stated)
     size, whole = config.get("truncated_vocab_size"), config.get("vocab_size")
     if size not in (None, whole):
         raise ValueError(
             f"truncated_vocab_size: expected the whole vocabulary of {whole}, got {shown(size)} in {folder}"
         )
-    return HeadTensors({**found, **projections}, notes=notes)
+    return HeadTensors({**found, **projections})
 
 
 def tensors(heads: MedusaHeads, lm_head: torch.Tensor | None) -> dict[str, torch.Tensor]:
