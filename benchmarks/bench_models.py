@@ -29,8 +29,9 @@ from benchmarks import enlarged, harness
 from benchmarks.bench_step import MODELS as CONFIGS
 from benchmarks.bench_step import stored_bytes
 from benchmarks.simulator.shapes import ModelShape, shape_of
-from medusa_decoding.checkpoints import find_base_model, pretrained, read_heads
+from medusa_decoding.checkpoints import pretrained, read_heads
 from medusa_decoding.checkpoints.accuracies import read_accuracies
+from medusa_decoding.checkpoints.reading import stated_base_model
 from medusa_decoding.demo import CHECKPOINT
 from medusa_decoding.evaluation.prompts import read_prompts
 from medusa_decoding.model import MedusaModel, MedusaOutput
@@ -69,7 +70,7 @@ class Model:
     @classmethod
     def make(cls, shape: ModelShape, dtype: str, folder: Path = DEMO) -> Model:
         """Enlarge the heads in a folder and their model."""
-        small = pretrained.load_model(find_base_model(folder), dtype=torch.float32).eval()
+        small = pretrained.load_model(stated_base_model(folder)[0], dtype=torch.float32).eval()
         heads = enlarged.enlarge_heads(read_heads(folder, dtype=torch.float32).heads, shape)
         activations, quantised = DTYPES[dtype]
         both = []
@@ -137,7 +138,7 @@ def compiled() -> dict[str, Any]:
 
 def encode(folder: Path, prompts: Path | None, count: int) -> list[list[int]]:
     """Return the tokens of held-out requests of the demo model, or of a file's first turns."""
-    tokenizer = pretrained.load_tokenizer(find_base_model(folder))
+    tokenizer = pretrained.load_tokenizer(stated_base_model(folder)[0])
     if prompts is None:
         return [ids[0].tolist() for ids in encoded(tokenizer, draw(count, 11, held_out=True))]
     found = read_prompts([prompts], turns=1)

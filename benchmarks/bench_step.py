@@ -47,6 +47,7 @@ from benchmarks import gpu, harness
 from benchmarks.stored_weights import FORMS as STORED
 from benchmarks.stored_weights import quantised
 from medusa_decoding.checkpoints import pretrained
+from medusa_decoding.checkpoints.accuracies import default_accuracies
 from medusa_decoding.decode.limits import Limits
 from medusa_decoding.decode.runtime.memory import Sizes
 from medusa_decoding.decode.runtime.steps import Backend
@@ -54,7 +55,7 @@ from medusa_decoding.decode.selection.greedy import Greedy
 from medusa_decoding.decode.verify import TokenSelector
 from medusa_decoding.heads import MedusaHeads
 from medusa_decoding.linears.packed import PackedLinear
-from medusa_decoding.model import MedusaModel, default_tree
+from medusa_decoding.model import MedusaModel
 from medusa_decoding.trees.tree import Tree
 from medusa_kernels import Projection
 
@@ -360,7 +361,7 @@ class Runner:
                         print("budget spent", flush=True)
                         return
                     heads = random_heads(base, kind)
-                    tree = default_tree(heads) if nodes == 64 else tree_of(heads, nodes)
+                    tree = tree_of(heads, nodes)
                     steps = self.steps(base, heads, tree, way, point)
                     moved = step_bytes(base, heads, point.prefix, tree.num_nodes, point.batch)
                     name = "medusa graph" if way == "graph" else f"medusa, {way}"
@@ -429,7 +430,8 @@ def prepare_step(
 
 
 def tree_of(heads: MedusaHeads, nodes: int) -> Tree:
-    tree = default_tree(heads)
+    """Return the first nodes of the best tree of 64 nodes for published accuracies."""
+    tree = Tree.optimal(default_accuracies(heads).by_rank, 64)
     return tree if tree.num_nodes <= nodes else Tree(tree.choices[: nodes - 1])
 
 

@@ -61,8 +61,7 @@ from medusa_decoding.generation.tree_choice import (
 )
 from medusa_decoding.heads import MAX_TOP_K, MedusaHeads
 from medusa_decoding.options import ACTIVATION_DTYPES, CACHE_DTYPES
-from medusa_decoding.trees.published import published_tree
-from medusa_decoding.trees.tree import Tree, most_nodes
+from medusa_decoding.trees.tree import Tree
 
 logger = logging.getLogger(__name__)
 
@@ -640,24 +639,4 @@ def _sizes_of_loaded(base: nn.Module, given: dict[str, Any], rounds: bool) -> di
     return {"hidden_size": backbone.config.hidden_size, "vocab_size": backbone.vocab_size}
 
 
-def default_tree(heads: MedusaHeads | None, base_model: str | None = None) -> Tree:
-    """Return a tree of 64 nodes for heads that were not calibrated; nothing decodes with it unless it is given.
-
-    64 nodes (or all there are), optimal for published accuracies: those of the base model's own heads if the paper's
-    authors have published them (Vicuna 7B, 13B, 33B), else those of Vicuna-7B's, which suit heads whose accuracy falls
-    with depth.
-
-    Args:
-        heads: None for plain decoding.
-        base_model: its name, a hub id or a folder.
-    """
-    if heads is None:
-        return Tree([])
-    own = published_tree(base_model)
-    if own is not None and own.depth <= heads.num_heads and own.top_k <= heads.num_candidates:
-        return own
-    accuracies = default_accuracies(heads).by_rank
-    return Tree.optimal(accuracies, min(64, most_nodes(map(len, accuracies))))
-
-
-__all__ = ["MedusaModel", "MedusaOutput", "TreeChoice", "default_tree"]
+__all__ = ["MedusaModel", "MedusaOutput", "TreeChoice"]

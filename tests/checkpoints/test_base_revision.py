@@ -10,7 +10,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from medusa_decoding.checkpoints import find_base_revision, load_base_model, pretrained, read_heads, write_heads
+from medusa_decoding.checkpoints import load_base_model, pretrained, read_heads, write_heads
+from medusa_decoding.checkpoints.reading import stated_base_model
 from medusa_decoding.heads import MedusaHeads
 
 ALWAYS = {"output_loading_info": True, "trust_remote_code": False}
@@ -48,7 +49,8 @@ def test_the_recorded_revision_is_fetched_unless_overridden(
 ) -> None:
     write_heads(MedusaHeads(6, 11, 2), tmp_path / "heads", base_model="someone/base", base_revision=recorded)
     checkpoint = read_heads(tmp_path / "heads")
-    assert checkpoint.base_revision == find_base_revision(tmp_path / "heads") == recorded
+    assert checkpoint.base_revision == recorded
+    assert stated_base_model(tmp_path / "heads") == ("someone/base", recorded)
     with pytest.raises(AskedError):
         load_base_model(checkpoint, base_model, **kwargs)
     assert asked == [expected]

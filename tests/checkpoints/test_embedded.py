@@ -15,7 +15,8 @@ import transformers
 from safetensors.torch import save_file
 from transformers import LlamaForCausalLM
 
-from medusa_decoding.checkpoints import find_base_model, load_base_model, read_heads, write_heads
+from medusa_decoding.checkpoints import load_base_model, read_heads, write_heads
+from medusa_decoding.checkpoints.reading import stated_base_model
 from medusa_decoding.heads import MedusaHeads
 
 Tensors = dict[str, torch.Tensor]
@@ -77,7 +78,7 @@ class TestReads:
         folder = write_model(tmp_path, tiny_llama, heads, form, **MEDUSA_CONFIG)
         read = read_heads(folder, hidden_size=8, vocab_size=11)
         assert (read.format, read.base_model, read.notes) == ("embedded", str(folder), [])
-        assert find_base_model(folder) == str(folder)
+        assert stated_base_model(folder) == (str(folder), None)
         assert read.heads.w1.shape == (3, 2, 8, 8)
         assert read.heads.b1 is not None
         assert read.heads.w2 is not None

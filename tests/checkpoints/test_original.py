@@ -13,7 +13,8 @@ from huggingface_hub.utils._paths import filter_repo_objects
 from safetensors.torch import save_file
 
 from medusa_decoding import MedusaModel
-from medusa_decoding.checkpoints import find_base_model, read_heads
+from medusa_decoding.checkpoints import read_heads
+from medusa_decoding.checkpoints.reading import stated_base_model
 
 FILES = ["medusa_lm_head.safetensors", "medusa_lm_head.pt"]
 Tensors = dict[str, torch.Tensor]
@@ -119,7 +120,7 @@ class TestBaseModel:
         (tmp_path / "base").mkdir()
         folder = write_paper_folder(paper_tensors(), {"base_model_name_or_path": "../base"})
         assert read_heads(folder).base_model == str(tmp_path / "base")
-        assert find_base_model(folder) == str(tmp_path / "base")
+        assert stated_base_model(folder) == (str(tmp_path / "base"), None)
 
     def test_vocabulary_of_shared_heads_is_the_base_models(
         self, tmp_path: Path, paper_tensors: MakeTensors, write_paper_folder: WriteFolder

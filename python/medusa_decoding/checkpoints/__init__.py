@@ -11,13 +11,7 @@ if TYPE_CHECKING:
     from medusa_decoding.checkpoints.base_model import load_base_model
     from medusa_decoding.checkpoints.exporting import Exported, export, export_plain
     from medusa_decoding.checkpoints.original import write_heads
-    from medusa_decoding.checkpoints.reading import (
-        FORMATS,
-        HeadsCheckpoint,
-        find_base_model,
-        find_base_revision,
-        read_heads,
-    )
+    from medusa_decoding.checkpoints.reading import FORMATS, HeadsCheckpoint, read_heads
 
 __all__ = [
     "FORMATS",
@@ -26,17 +20,14 @@ __all__ = [
     "HeadsCheckpoint",
     "export",
     "export_plain",
-    "find_base_model",
-    "find_base_revision",
     "load_base_model",
     "read_heads",
     "write_heads",
 ]
 
 _MODULES = {
-    "load_base_model": "base_model", "Exported": "exporting", "export": "exporting", "export_plain": "exporting", "write_heads": "original",
-    "FORMATS": "reading", "HeadsCheckpoint": "reading", "find_base_model": "reading", "find_base_revision": "reading",
-    "read_heads": "reading",
+    "load_base_model": "base_model", "Exported": "exporting", "export": "exporting", "export_plain": "exporting",
+    "write_heads": "original", "FORMATS": "reading", "HeadsCheckpoint": "reading", "read_heads": "reading",
 }  # fmt: skip
 
 

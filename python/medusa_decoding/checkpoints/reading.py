@@ -113,22 +113,6 @@ def read_heads(
     return HeadsCheckpoint(heads, base, module.NAME, folder, config, notes, _revision(module, config))
 
 
-def find_base_model(path_or_hub_id: str | Path, *, revision: str | None = None) -> str | None:
-    """Return the folder or hub id of a checkpoint's base model; arguments and errors as in `read_heads`."""
-    return stated_base_model(fetch_folder(path_or_hub_id, revision))[0]
-
-
-def find_base_revision(
-    path_or_hub_id: str | Path, *, base_model: str | Path | None = None, revision: str | None = None
-) -> str | None:
-    """Return the revision of its base model that a checkpoint belongs to; arguments and errors as in `read_heads`.
-
-    With `base_model`, a folder or hub id, the result is None if the checkpoint names another one.
-    """
-    named, recorded = stated_base_model(fetch_folder(path_or_hub_id, revision))
-    return recorded if base_model is None or str(base_model) == named else None
-
-
 def stated_base_model(folder: Path) -> tuple[str | None, str | None]:
     """Return the folder or hub id of a checkpoint's base model, and its revision, if the checkpoint names them.
 

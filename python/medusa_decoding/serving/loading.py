@@ -45,9 +45,12 @@ def resolve_device(args: Any) -> None:
 
 def load_tokenizer(args: Any) -> Any:
     """Load the tokenizer, at the same revision as the base model; raise `ValueError` if there is none."""
-    from medusa_decoding.checkpoints import find_base_revision, pretrained
+    from medusa_decoding.checkpoints import pretrained
+    from medusa_decoding.checkpoints.reading import fetch_folder, stated_base_model
 
-    base, revision = base_model(args), find_base_revision(heads_of(args), base_model=args.base_model or None)
+    base = base_model(args)
+    stated, revision = stated_base_model(fetch_folder(heads_of(args), None))
+    revision = revision if base == stated else None
     return pretrained.load_tokenizer(base, revision, argument="base model (--base-model names another)")
 
 
@@ -72,9 +75,9 @@ def heads_of(args: Any) -> str:
 
 def base_model(args: Any) -> str:
     """Return the base model of the heads that the arguments name; raise `ValueError` if none is known."""
-    from medusa_decoding.checkpoints import find_base_model
+    from medusa_decoding.checkpoints.reading import fetch_folder, stated_base_model
 
-    base = args.base_model or find_base_model(heads_of(args))
+    base = args.base_model or stated_base_model(fetch_folder(heads_of(args), None))[0]
     if base is None:
         raise ValueError(f"--base-model is needed (a folder or hub id), because {heads_of(args)} names none")
     return str(base)
