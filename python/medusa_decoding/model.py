@@ -374,7 +374,7 @@ class MedusaModel:
             posterior_threshold: epsilon of typical acceptance.
             posterior_alpha: delta of typical acceptance.
             streamer: a transformers streamer (batch of 1), given the prompt, then each new token in order. If it has a
-                method `end_step`, that is called after the tokens of each step, see `StepStreamer`.
+                method `end_step`, that is called after the tokens of each step.
             stopping_criteria: transformers criteria, called with each prefix of each row, (int64 [1, length], scores).
             logits_processor: transformers processors, called once for each emitted token of each row in order, with
                 (int64 [1, length], fp32 [1, V]): the node's own path, without padding.

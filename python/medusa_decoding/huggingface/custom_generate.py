@@ -179,7 +179,7 @@ class _AfterPrompt:
         self._has_prompt = True
 
     def end_step(self) -> None:
-        """Tell a `StepStreamer` that a step ends."""
+        """Tell a streamer with a method `end_step` that a step ends."""
         end_step(self._streamer)
 
     def end(self) -> None:

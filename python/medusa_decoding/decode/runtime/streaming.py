@@ -1,13 +1,13 @@
 """Streaming: show a generation's tokens to stopping criteria and a streamer, one by one as in plain decoding.
 
 A row ends after the token at which a criterion stops, also within an accepted path. A streamer that has a method
-`end_step` is also told where steps end, see `StepStreamer`.
+`end_step` is also told where steps end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -19,28 +19,12 @@ Observer = Callable[[Sequence[RowReader]], list[int]]
 Scores = Callable[[int, int], tuple[torch.Tensor, ...] | None]
 
 
-class StepStreamer(Protocol):
-    """A transformers streamer that is also told where steps end, for example to show what each step accepted.
-
-    Whatever has the three methods is one; it need not inherit from this class.
-    """
-
-    def put(self, value: torch.Tensor) -> None:
-        """Take the prompt, int64 [1, T], then each new token, int64 [1]."""
-
-    def end_step(self) -> None:
-        """End the prefill, which put one token, and later each step.
-
-        The last token of a step is the model's own; those before it in the step are accepted draft tokens. A last step
-        that EOS, a stopping criterion or the budget cuts short is counted alike (see `MedusaOutput.accept_lengths`).
-        """
-
-    def end(self) -> None:
-        """End the generation."""
-
-
 def end_step(streamer: Any) -> None:
-    """Call a streamer's `end_step` if it has one, as transformers' own streamers do not."""
+    """Call a streamer's method `end_step`, if it has one, after the prefill, which put one token, and after each step.
+
+    The last token of a step is the model's own; those before it in the step are accepted draft tokens. A last step that
+    EOS, a stopping criterion or the budget cuts short is counted alike (see `MedusaOutput.accept_lengths`).
+    """
     method = getattr(streamer, "end_step", None)
     if callable(method):
         method()
@@ -52,7 +36,7 @@ class StreamObserver:
     Args:
         prompts: int64 [T_b] per row, on the device on which criteria expect them.
         criteria: called with (int64 [1, length], scores) after each new token of each row, as transformers calls them.
-        streamer: a transformers streamer or a `StepStreamer`, given new tokens one by one (batch of 1), or None.
+        streamer: a transformers streamer, given new tokens one by one (batch of 1), or None.
         scores: (row, count) to the scores that criteria get: a tuple of [1, V] for each new token, or None.
         agree: makes several processes end a row at the same token, although criteria may look at the clock.
     """
