@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import sys
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,10 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from medusa_kernels import _checks, _cpu, cache_rows, quantised, reference
 from medusa_kernels._registry import Implementation, register
-from medusa_kernels.add_rms_norm import add_rms_norm
-from medusa_kernels.decode_linear import ACTIVATIONS, MOST_ROWS_CPU, decode_linear
-from medusa_kernels.rope_append import rope_append
-from medusa_kernels.tree_attention import tree_attention
+from medusa_kernels.decode_linear import ACTIVATIONS, MOST_ROWS_CPU
 
 
 class Projection(NamedTuple):
@@ -228,17 +226,8 @@ def decoder_layers(
     )  # fmt: skip
 
 
-class _PublicOps:
-    """The ops that the layers are made of where no single call does it all."""
-
-    add_rms_norm = staticmethod(add_rms_norm)
-    decode_linear = staticmethod(decode_linear)
-    rope_append = staticmethod(rope_append)
-    tree_attention = staticmethod(tree_attention)
-
-
-_composed = functools.partial(reference.layers_by, _PublicOps)
-
+_composed = functools.partial(reference.layers_by, sys.modules["medusa_kernels"])
+"""The layers by the package's public ops, where no single call does it all."""
 
 _SLOT_BITS = 2**reference.SLOTS - 1
 _PROJECTION = 4
