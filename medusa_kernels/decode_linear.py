@@ -132,9 +132,16 @@ def linear_parts(x: Tensor, out_features: int, weight: Tensor | None = None, sca
     """
     if served_by("decode_linear", x.device).name != "triton":
         return 1
-    from medusa_kernels._triton.decode_linear import linear_parts as best  # needs triton
+    from medusa_kernels._triton import launch  # needs triton
+    from medusa_kernels._triton.decode_linear import VECTOR
+    from medusa_kernels._triton.decode_linear_configs import best_parts
 
-    return best(x, out_features, weight, scale)
+    rows, size = x.numel() // x.shape[-1], x.shape[-1]
+    if size % VECTOR:
+        return 1
+    group = 0 if weight is None else quantised.group_size(weight, scale)
+    bits = 0 if scale is None else 4 if group else 8
+    return best_parts(launch.describe(x.device), x.dtype, rows, out_features, size, bits, group)
 
 
 def with_linear(

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from medusa_kernels import quantised
 from medusa_kernels._triton import launch
-from medusa_kernels._triton.decode_linear_configs import Config, best_parts, configuration, scales_weights
+from medusa_kernels._triton.decode_linear_configs import Config, configuration, scales_weights
 from medusa_kernels._triton.four_bits import decode_codes
 from medusa_kernels._triton.streaming import decode_e4m3, decode_int8, dot_accumulate
 from medusa_kernels.decode_linear import MOST_ROWS, MOST_WEIGHTS, with_linear
@@ -311,15 +311,6 @@ def options(device: launch.Device, config: Config, gate: bool) -> dict[str, Any]
     """
     large = config.block_n == 64 and (gate or config.block_m == MOST_ROWS)
     return launch.OPTIONS | ({"maxnreg": 255} if large and device.capability >= (10, 0) else {})
-
-
-def linear_parts(x: Tensor, out_features: int, weight: Tensor | None = None, scale: Tensor | None = None) -> int:
-    """Return into how many parts the columns are best divided; see the public `linear_parts`."""
-    rows, size = x.numel() // x.shape[-1], x.shape[-1]
-    group = 0 if weight is None else quantised.group_size(weight, scale)
-    bits = 0 if scale is None else 4 if group else 8
-    vectors = size % VECTOR == 0
-    return best_parts(launch.describe(x.device), x.dtype, rows, out_features, size, bits, group) if vectors else 1
 
 
 def as_rows(tensor: Tensor) -> Tensor:
