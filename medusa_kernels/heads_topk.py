@@ -140,7 +140,8 @@ def _matmul(
         states = states + silu(_of_every_head(states, weight, bias))
     states = quantised.rounded(states, codes, w2)
     if gather:
-        w2_scale, w2_zero = of_rows(w2, w2_scale, w2_zero, token_map)
+        rows = (..., token_map) if w2.dtype != torch.uint8 else (..., token_map, slice(None))
+        w2_scale, w2_zero = (None if one is None else one[rows] for one in (w2_scale, w2_zero))
         w2 = w2[..., token_map, :]
     if w2.dtype == torch.uint8:
         w2, w2_scale = quantised.dequantised(w2, w2_scale, w2_zero, codes).to(states.dtype), None
@@ -161,13 +162,6 @@ def _matmul(
     tokens = logits.topk(k, dim=-1).indices
     logprobs = log_softmax(logits, -1, dtype=torch.float32).gather(-1, tokens)
     return logprobs, tokens if token_map is None else token_map[tokens]
-
-
-def of_rows(w2, w2_scale, w2_zero, rows):
-    """Return the scales and zero points of some rows of a w2; None where there are none."""
-    if w2.dtype != torch.uint8:
-        return None if w2_scale is None else w2_scale[..., rows], None
-    return w2_scale[..., rows, :], None if w2_zero is None else w2_zero[..., rows, :]
 
 
 def residual_blocks(w1: Tensor, b1: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:

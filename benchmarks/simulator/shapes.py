@@ -99,7 +99,7 @@ def find_shape(name: str) -> ModelShape:
     from medusa_decoding.checkpoints.pretrained import load_config  # imports transformers
 
     try:
-        config: Any = load_config(name, argument="model", causal=False)
+        config: Any = load_config(name, argument="model")
     except ValueError as error:
         raise ValueError(
             f"model: expected one of {', '.join(SHAPES)}, or a folder or hub id with a config, got {name} ({error})"

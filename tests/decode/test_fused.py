@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 from medusa_decoding import MedusaModel, Tree
 from medusa_decoding.backbone import fused_layers
 from medusa_decoding.backbone.attention_swap import DecodeContext
-from medusa_decoding.backbone.fused_layers import NativeLayers, native_obstacle, obstacle
+from medusa_decoding.backbone.fused_layers import NativeLayers, native_limit, obstacle
 from medusa_decoding.decode.runtime.memory import Sizes
 from medusa_kernels._registry import interpreted
 from medusa_kernels.reference import visible_nodes
@@ -102,7 +102,7 @@ def test_layers_in_one_call_are_as_accurate_as_the_modules(family, dtype):
     hidden = {}
     with MedusaModel(model) as medusa, torch.no_grad():
         backbone = medusa.backbone
-        assert native_obstacle(backbone.decoder) is None
+        assert obstacle(backbone.decoder) is native_limit(backbone.decoder) is None
         for native in (None, NativeLayers(backbone.decoder)):
             backbone.native = native
             cache = medusa._steps.pool.acquire(Sizes([prefix], tree.num_nodes), 40).cache

@@ -187,8 +187,11 @@ class Backbone:
         """Return whether steps call a library's quantised modules, which may get slow at some number of rows."""
         weights = (type(weight).__module__ for weight in self.decoder.layers.parameters())
         quantised = any(module.partition(".")[0] != "torch" for module in weights)
-        obstacle = fused_layers.native_obstacle if self.device.type == "cpu" else fused_layers.obstacle
-        return quantised and (obstacle(self.decoder) is not None or fused_layers.has_experts(self.decoder))
+        if not quantised:
+            return False
+        on_cpu = self.device.type == "cpu"
+        why_not = fused_layers.obstacle(self.decoder) or (on_cpu and fused_layers.native_limit(self.decoder))
+        return bool(why_not) or fused_layers.has_experts(self.decoder)
 
     @property
     def capturable(self) -> bool:

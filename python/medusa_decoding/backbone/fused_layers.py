@@ -8,7 +8,7 @@ So products are rounded once, where the modules round twice: 16-bit results may 
 hardly at all. Where a projection is too narrow to fill the GPU, its columns are divided (`linear_parts`), and the
 kernel that follows anyway adds the parts up: the norm, or the rotary embedding. LoRA adapters that are not merged are
 two thin products more, the second of which is added before the first one is rounded; mixtures of experts are called as
-modules. With either `forward` runs the layers on a CPU too. `obstacle` and `native_obstacle` return what prevents
+modules. With either `forward` runs the layers on a CPU too. `obstacle` and `native_limit` return what prevents
 running this way.
 """
 
@@ -103,12 +103,6 @@ def obstacle(decoder: Any) -> str | None:
         if other is not None:
             return f"{cls.__name__} has another forward: {other}"
     return None
-
-
-def native_obstacle(decoder: Any) -> str | None:
-    """Return what prevents running a decoder on a CPU as `NativeLayers`, or None."""
-    found = obstacle(decoder)
-    return native_limit(decoder) if found is None else found
 
 
 def native_limit(decoder: Any) -> str | None:

@@ -22,7 +22,7 @@ from medusa_decoding.checkpoints.pretrained import at, load_model, load_tokenize
 from medusa_decoding.checkpoints.reading import FORMATS, HUB_FILES, fetch_folder, read_heads, stated_base_model
 from medusa_decoding.checkpoints.tensor_files import MODEL_WEIGHTS, own_file, save_tensors
 from medusa_decoding.files import whole_folder, write_json
-from medusa_decoding.heads import MedusaHeads, Storage
+from medusa_decoding.heads import MedusaHeads, Storage, not_finite
 from medusa_decoding.options import TARGETS, VLLM_VERSIONS
 
 Target = Literal["native", "hub", "embedded", "original-v1", "original-v2", "vllm"]
@@ -357,10 +357,10 @@ def _converted(heads: MedusaHeads, storage: Storage | None, dtype: torch.dtype |
     else:
         # Quantised before the conversion, so that weights are rounded once.
         found = heads.quantized(storage).to(wanted)
-    for name, weight in unpack(found).items():
-        # Weights in 8 bits have not been converted.
-        if weight.is_floating_point() and weight.element_size() > 1 and not bool(weight.isfinite().all()):
-            raise ValueError(f"dtype: expected one that holds {name}, got {dtype}, in which it is not finite")
+    # Weights in 8 bits have not been converted.
+    names = not_finite({name: weight for name, weight in unpack(found).items() if weight.dtype in DTYPES})
+    if names:
+        raise ValueError(f"dtype: expected one that holds {names[0]}, got {dtype}, in which it is not finite")
     return found
 
 

@@ -153,12 +153,12 @@ def _gguf_rope(reader: Any, theta: float) -> dict[str, Any]:
 
 
 def read_config(
-    name: str | Path, *, argument: str = "base_model", causal: bool = True, **kwargs: Any
+    name: str | Path, *, argument: str = "base_model", **kwargs: Any
 ) -> tuple[PretrainedConfig, dict[str, Any]]:
     """Read a model's config, and split the keyword arguments as `AutoModelForCausalLM.from_pretrained` does.
 
-    Arguments that are fields of the config override the file's. `argument` is the one that messages name; `causal` says
-    whether the config must be a causal language model's. Returns the config and the other arguments for `load_model`.
+    Arguments that are fields of the config override the file's. `argument` is the one that messages name. Returns the
+    config and the other arguments for `load_model`.
 
     Raises:
         ValueError: no such folder or repository, a damaged config, one that states impossible sizes, or a `model_type`
@@ -169,7 +169,7 @@ def read_config(
     raw = read_file(name, argument=argument, **hub)
     model_type = raw.get("model_type", "")
     known = isinstance(model_type, str) and model_type in CONFIG_MAPPING
-    if not known or (causal and CONFIG_MAPPING[model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING):
+    if not known or CONFIG_MAPPING[model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
         remedy = "; its own code (auto_map) is never run" if "auto_map" in raw else ""
         raise ValueError(
             f"{name}: expected a model_type that transformers has as a causal language model, such as llama, mistral, "
@@ -190,11 +190,9 @@ def read_config(
     return config, {**rest, **held, **hub}
 
 
-def load_config(
-    name: str | Path, revision: str | None = None, *, argument: str = "base_model", causal: bool = True
-) -> PretrainedConfig:
+def load_config(name: str | Path, revision: str | None = None, *, argument: str = "base_model") -> PretrainedConfig:
     """Return a model's config; see `read_config` for arguments and errors."""
-    return read_config(name, argument=argument, causal=causal, **at(revision))[0]
+    return read_config(name, argument=argument, **at(revision))[0]
 
 
 def load_tokenizer(name: str | Path, revision: str | None = None, *, argument: str = "base_model") -> Any:

@@ -71,21 +71,11 @@ def has_adapters(linears: Sequence[Any]) -> bool:
     return any(map(_active, linears))
 
 
-_Part = tuple[Tensor, int, Tensor, int, float]
-"""An adapter's two weights with their versions, and its factor."""
-
-
 class _Made(NamedTuple):
-    dtype: torch.dtype
-    parts: list[list[_Part]]
+    key: object
+    parts: object
+    """The adapters' weights: while they are held, no other tensor has their id."""
     adapters: Adapters
-
-    def of(self, dtype: torch.dtype, parts: list[list[_Part]]) -> bool:
-        if dtype != self.dtype or list(map(len, parts)) != list(map(len, self.parts)):
-            return False
-        pairs = [pair for one, other in zip(parts, self.parts, strict=True) for pair in zip(one, other, strict=True)]
-        # The tensors are held, so that no other one can be at their address.
-        return all(a[0] is b[0] and a[2] is b[2] and (a[1], *a[3:]) == (b[1], *b[3:]) for a, b in pairs)
 
 
 _made: weakref.WeakKeyDictionary[nn.Module, dict[int, _Made]] = weakref.WeakKeyDictionary()
@@ -99,24 +89,21 @@ def read_adapters(linears: Sequence[Any], dtype: torch.dtype, *, anew: bool = Fa
     The result is made again only if an adapter was replaced, written to, scaled or switched. With `anew` it is also
     written again, in place, since a write to `weight.data` cannot be noticed.
     """
-    parts = [
-        [(a, version(a), b, version(b), m.scaling[name]) for name in _active(m)
-         for a, b in [(m.lora_A[name].weight, m.lora_B[name].weight)]]
-        for m in linears
-    ]  # fmt: skip
+    parts = [[(m.lora_A[name].weight, m.lora_B[name].weight, m.scaling[name]) for name in _active(m)] for m in linears]
     if not any(parts):
         return None
+    key = dtype, [[(id(a), version(a), id(b), version(b), factor) for a, b, factor in one] for one in parts]
     known = _made.setdefault(linears[0], {}).get(len(linears))
-    same = known is not None and known.of(dtype, parts)
+    same = known is not None and known.key == key
     if known is not None and same and not anew:
         return known.adapters
-    down = torch.cat([a for one in parts for a, _, _, _, _ in one]).to(dtype)
-    ups = [torch.cat([b * factor for _, _, b, _, factor in one], 1) if one else down.new_zeros(m.out_features, 0)
+    down = torch.cat([a for one in parts for a, _, _ in one]).to(dtype)
+    ups = [torch.cat([b * factor for _, b, factor in one], 1) if one else down.new_zeros(m.out_features, 0)
            for m, one in zip(linears, parts, strict=True)]  # fmt: skip
     found = Adapters(down, torch.block_diag(*ups).to(dtype))
     if known is not None and same:  # a captured step knows the addresses
         for old, new in zip(known.adapters, found, strict=True):
             old.copy_(new)
         return known.adapters
-    _made[linears[0]][len(linears)] = _Made(dtype, parts, found)
+    _made[linears[0]][len(linears)] = _Made(key, parts, found)
     return found
