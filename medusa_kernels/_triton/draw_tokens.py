@@ -1,17 +1,8 @@
 """`draw_tokens` as one Triton launch: a program finds the edge of its node's nucleus by bisection, then draws.
 
-The alternative is a sort at each node of the path, one after the other: for top-p PyTorch launches some 16 kernels each
-time. Here all nodes take one launch, and a program reads its row again at each halving. Predicted for 64 nodes, V =
-128,256 in bf16 and an H100, not measured: the 16 MB of logits stay in the L2, one pass over a row's 256 KB takes a
-multiprocessor 2.3 us at 64 bytes a clock, or 4.6 us with an exponential per token, and about 15 passes are needed. That
-is 60 to 80 us a step, against 500 to 750 us for the five sorts of a path of depth 4. PyTorch's operations without a
-sort (sums over buckets, as on a CPU) are some 40 launches per depth.
-
-A vocabulary is not divided among programs, though a single node leaves all multiprocessors but one idle. Each halving
-needs the sum of the one before over the whole row: with 16 programs per node, 15 passes of 0.15 to 0.3 us and 15
-exchanges of 1.5 to 2 us (launches, or waits through the L2) are 25 to 35 us, predicted. That saves 35 to 45 us, 1 % of
-a plain step of Llama-3-8B, and nothing beside a tree of 64 nodes. In return the sums have another order, which moves
-tokens at the edge of a nucleus: the drawn tokens would depend on the number of programs.
+A row is read again at each halving, some 15 times, instead of sorted at each node of the path. A vocabulary is not
+divided among programs: their sums would have another order, and the tokens at the edge of a nucleus would depend on the
+number of programs.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs

@@ -188,9 +188,7 @@ class AttentionSwap(contextlib.AbstractContextManager["AttentionSwap"]):
     Attributes:
         layers: the same as a list.
 
-    Raises:
-        ValueError: an attention module of an unsupported family, or a layer wrapped in another module; nothing is
-            swapped then.
+    A layer that cannot be swapped is a `ValueError`; nothing is swapped then.
     """
 
     def __init__(self, layers: nn.ModuleList) -> None:
@@ -230,11 +228,7 @@ class AttentionSwap(contextlib.AbstractContextManager["AttentionSwap"]):
         _restore(self._held)
 
     def resume(self) -> None:
-        """Swap again, with the same swapped module for every layer that still has the original.
-
-        Raises:
-            ValueError: the swap was undone, or a layer now has an unsupported attention; nothing is swapped then.
-        """
+        """Swap again, or raise `ValueError` and swap nothing; a layer that has its original gets the same module."""
         if not self._restore.alive:
             raise ValueError("AttentionSwap: expected a swap that was not undone, got one after undo()")
         if not self._suspended:

@@ -59,10 +59,7 @@ class Backbone:
         native: the layers as the C++ library runs them for a tree pass, in one call, or None.
         feature_layers: see above.
 
-    Raises:
-        ValueError: not a causal language model of `families.FAMILIES`, one that a single process spreads over several
-            devices, one not sharded by whole heads, or one that decoding cannot reproduce (see `unsupported`).
-            The model is left unchanged.
+    A model that cannot be decoded is a `ValueError`, and is left unchanged.
     """
 
     def __init__(self, base: nn.Module, rounds: bool = False, feature_layers: Sequence[int] = ()) -> None:

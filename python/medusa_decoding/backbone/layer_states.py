@@ -9,15 +9,9 @@ import torch
 
 
 def layer_states(decoder: Any, feature_layers: Sequence[int], **inputs: Any) -> torch.Tensor:
-    """Return the states after a decoder's final norm, followed by those after each of `feature_layers`.
+    """Return the states after a decoder's final norm, and after each of `feature_layers`: [B, T, (1 + F) H].
 
-    Args:
-        decoder: of a causal language model, such as `LlamaModel`.
-        feature_layers: as in `MedusaHeads`.
-        **inputs: of the decoder, for tokens [B, T].
-
-    Returns:
-        [B, T, (1 + F) H]. Gradients reach all of them.
+    Gradients reach all of them.
     """
     kept: dict[int, torch.Tensor] = {}
 

@@ -29,10 +29,6 @@ def tables_of_layers(
 
     With names [len(names), ..], else those of `rope_tables`. "not rotated" is a rotation by nothing; other names are
     the types of layers that the rotary module takes, each with tables that depend on the position alone.
-
-    Raises:
-        ValueError: as `rope_tables`; or rotations of a layer's type whose frequencies depend on the length,
-            or of another package's module.
     """
     if names is None or "not rotated" in names:
         rotated = rope_tables(rotary, prompt_lengths, capacity, dtype, device)
@@ -60,9 +56,6 @@ def rope_tables(
 
     The rotary module, called as `rotary(x, position_ids)`, is not modified. Prompt lengths, one per row, decide the
     frequencies of dynamic scaling.
-
-    Raises:
-        ValueError: a module of another package whose angles depend on more than the position.
     """
     if "longrope" in rotary.rope_type:
         # Beyond that, transformers computes all keys anew with other frequencies. `Backbone.context_limit` ends there.

@@ -52,11 +52,7 @@ class Peers:
 
     @classmethod
     def from_model(cls, model: nn.Module) -> Peers:
-        """Return the processes that a loaded model is sharded over.
-
-        Raises:
-            ValueError: weights sharded by anything but transformers' tensor parallel plan, such as FSDP.
-        """
+        """Return the processes that a loaded model is sharded over; FSDP's and other shards are a `ValueError`."""
         size = getattr(model, "tp_size", None) or 1
         shards: list[Any] = [parameter for parameter in model.parameters() if is_sharded(parameter)]
         meshes = {shard.device_mesh for shard in shards}
@@ -97,10 +93,8 @@ class Peers:
 
         The block must run no collective: the others would wait in it.
 
-        Raises:
-            MemoryError: a process ran out of memory; in several processes the message names the first such process, and
-                is the same in all of them.
-            RuntimeError: anything else that went wrong in one of several processes, likewise.
+        With several processes it is a `MemoryError`, or for anything else a `RuntimeError`, that names the first such
+        process.
         """
         error: Exception | None = None
         try:
@@ -129,12 +123,7 @@ def is_sharded(parameter: torch.Tensor) -> bool:
 
 
 def local_kv_heads(causal: Any, size: int) -> int:
-    """Return how many KV heads per layer this process holds of a model that is sharded over `size` processes.
-
-    Raises:
-        ValueError: head counts that are not divisible by `size`, or a plan that shards modules in another way than by
-            heads, rows and columns.
-    """
+    """Return how many KV heads per layer this process holds of a model that is sharded over `size` processes."""
     config = causal.config
     if size == 1:
         return config.num_key_value_heads
@@ -161,9 +150,6 @@ def joined(device: str) -> Iterator[int]:
     """Join the processes that `torchrun` started for a `with` block; yields this process's rank.
 
     The device is "cpu" (gloo) or "cuda" (NCCL, one GPU per process).
-
-    Raises:
-        ValueError: not started by torchrun, or only one process.
     """
     missing = [name for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR") if name not in os.environ]
     if missing:

@@ -42,14 +42,11 @@ _CALLED = "embed_tokens, a decoder layer, an MLP, a norm, lm_head"
 
 
 def check(base: Any, causal: Any, now: bool = True) -> None:
-    """Check that decoding writes the same text as a model's own `generate`.
+    """Raise `ValueError` if decoding would not write the same text as a model's own `generate`.
 
     Call this before each generation: hooks, patches, adapters and modes may change. `base` is the caller's model
     (possibly peft's), `causal` the language model in it. `now` says that decoding follows, so that active adapters,
     training mode and autocast matter.
-
-    Raises:
-        ValueError: something that decoding does not run would change the text; the message names the module.
     """
     decoder = causal.model
     attentions = [getattr(layer.self_attn, "original", layer.self_attn) for layer in decoder.layers]

@@ -80,11 +80,8 @@ def default_accuracies(heads: MedusaHeads) -> Accuracies:
 def find_accuracies(folder: Path, heads: MedusaHeads, base_model: str | None = None) -> Accuracies | None:
     """Read the accuracies stored next to a checkpoint of heads; None if there are none.
 
-    Ranks that these heads, as loaded, do not have are left out. `base_model` is the fingerprint of the base model as
-    loaded.
-
-    Raises:
-        ValueError: a damaged file, or one of other heads or another base model; the message names the file.
+    Ranks that these heads, as loaded, do not have are left out, those of other heads or another base model are a
+    `ValueError`. `base_model` is the fingerprint of the base model as loaded.
     """
     for source in (CALIBRATION, MEASURED):
         if (folder / source).is_file():
@@ -132,9 +129,7 @@ def read_accuracies(path: str | Path) -> list[list[float]]:
             counts, `hits` (per head, the targets among the n most likely candidates, n from 1) and `total` (targets per
             head); an object with such an object as `accuracy`.
 
-    Raises:
-        ValueError: anything else, in particular accuracies of the n most likely candidates together; the message names
-            the file.
+    Accuracies of the n most likely candidates together are a `ValueError`.
     """
     values = read_json(path)
     try:

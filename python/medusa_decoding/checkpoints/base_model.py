@@ -22,8 +22,7 @@ from medusa_decoding.files import read_json_object
 def lm_head_weight(folder: Path) -> torch.Tensor:
     """Return the lm_head [V, H] of a base model on disk, or its embeddings if they serve as lm_head.
 
-    Raises:
-        ValueError: no lm_head, one with a bias or in another dtype than floats, or an adapter, which may change it.
+    An adapter, which may change it, is a `ValueError`.
     """
     if (folder / "adapter_config.json").is_file():
         raise ValueError(

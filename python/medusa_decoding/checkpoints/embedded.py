@@ -56,9 +56,7 @@ def base_model(folder: Path, config: Mapping[str, Any]) -> str | None:
 def base_files(base: Path) -> list[Path]:
     """Return the weight files of a base model that heads can be put into.
 
-    Raises:
-        ValueError: an adapter (also one next to a model, which transformers loads with it), weights in other files
-            than safetensors, no config, a link that leads out of the folder, or a damaged index.
+    An adapter, also one next to a model, which transformers loads with it, is a `ValueError`.
     """
     single, index = base / MODEL_WEIGHTS[0], base / MODEL_WEIGHTS[1]
     adapted = (base / "adapter_config.json").is_file()

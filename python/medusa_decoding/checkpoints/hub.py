@@ -41,9 +41,6 @@ def complete(
     """Add a model card and the code for transformers to a folder of heads; return notes for the user.
 
     A card that is there keeps its text and gets a new section. Figures in a new one are those of `measured.json`.
-
-    Raises:
-        ValueError: `base_model` is not a repository on the hub, or the folder's card has a damaged header.
     """
     check_repository("base_model", base_model)
     check_revision(base_revision)
@@ -134,11 +131,6 @@ def check_push(repo_id: str, *, private: bool = False, token: str | None = None)
     """Refuse an upload by `push` that is known to fail: asks the hub, changes nothing there.
 
     A fine-grained token may still lack the right to write.
-
-    Raises:
-        ValueError: as `push`, without looking at a folder.
-        OSError: no token, one that only reads, or one of a user who is not the owner or in that organisation; the hub
-            cannot be reached.
     """
     check_repository("repo_id", repo_id)
     api = HfApi(token=token)

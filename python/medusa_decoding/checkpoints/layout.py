@@ -110,9 +110,7 @@ class Layout:
 def examine(found: HeadTensors) -> Layout:
     """Check names, shapes and dtypes, and return the sizes. No tensor is read.
 
-    Raises:
-        ValueError: a missing, extra or misshapen tensor, a dtype other than float16, bfloat16 or float32 (projections
-            may also be int8 or float8_e4m3fn), or mixed dtypes; the message names the tensor.
+    Weights are float16, bfloat16 or float32, all in one dtype; projections may also be int8 or float8_e4m3fn.
     """
     tensors = found.tensors
     blocks = [match for name in tensors if (match := _BLOCK.fullmatch(name))]
@@ -174,12 +172,7 @@ def examine(found: HeadTensors) -> Layout:
 
 
 def check_base(found: HeadTensors, layout: Layout, hidden_size: int | None, vocab_size: int | None) -> None:
-    """Check the sizes against the base model's.
-
-    Raises:
-        ValueError: another hidden size, or projections with other rows than the vocabulary and no token_map; the
-            message names the tensor and both numbers.
-    """
+    """Check the sizes against the base model's."""
     tensors, rows = found.tensors, f"{vocab_size} rows (the base model's vocabulary)"
     if hidden_size is not None and layout.hidden_size != hidden_size:
         wanted = f"hidden size {hidden_size} (the base model's)"
@@ -199,9 +192,7 @@ def pack(
     `layout` is what `examine` returned for them. A dtype of None keeps the file's; projections in 8 bits and their
     scales stay as they are.
 
-    Raises:
-        ValueError: NaN or Inf among the weights, before or after the conversion to `dtype`; a token_map that repeats
-            ids or leaves the vocabulary, feature_layers out of order.
+    NaN and Inf, also after the conversion, are a `ValueError`.
     """
     if layout.trimmed is not None and layout.trimmed > vocab_size:
         raise found.tensors[TOKEN_MAP].refused(f"at most {vocab_size} ids (the vocabulary)", layout.trimmed)

@@ -72,9 +72,6 @@ def read_file(name: str | Path, *, argument: str = "base_model", **hub: Any) -> 
     """Return the content of a model's config.json, checked for impossible sizes.
 
     `argument` is the one that messages name, `hub` are arguments of the hub, such as `revision`.
-
-    Raises:
-        ValueError: no such folder or repository, or a config.json that is damaged or refused.
     """
     name, hub = _located(name, hub)
     gguf = hub.pop("gguf_file", None)
@@ -159,10 +156,6 @@ def read_config(
 
     Arguments that are fields of the config override the file's. `argument` is the one that messages name. Returns the
     config and the other arguments for `load_model`.
-
-    Raises:
-        ValueError: no such folder or repository, a damaged config, one that states impossible sizes, or a `model_type`
-            that transformers does not have.
     """
     name, kwargs = _located(name, kwargs)
     hub = {key: kwargs[key] for key in _HUB_ARGUMENTS if key in kwargs}
@@ -216,11 +209,7 @@ def load_tokenizer(name: str | Path, revision: str | None = None, *, argument: s
 
 
 def read_generation_config(name: str | Path, revision: str | None = None, *, argument: str = "base_model") -> Any:
-    """Return what a model's generation_config.json says; an empty mapping if there is none.
-
-    Raises:
-        ValueError: a damaged file, or no such model.
-    """
+    """Return what a model's generation_config.json says; an empty mapping if there is none."""
     name, hub = _located(name, at(revision))
     if "gguf_file" in hub:
         return {}
@@ -241,10 +230,7 @@ def load_model(
     Medusa heads among its weights are ignored. `config` and `kwargs` are what `read_config` returned; without a config
     it is read, with arguments as for `read_config`. The model is in eval mode, an instance of transformers' own class.
 
-    Raises:
-        ValueError: damaged weight files; weights that the config does not describe, or describes in another shape, or
-            that are missing; weights that are infinite in float16.
-        ModuleNotFoundError: a library that the model's quantisation needs.
+    Weights that it does not describe so, that are missing, or that are infinite in float16 are a `ValueError`.
     """
     name, kwargs = _located(name, kwargs)
     if config is None:

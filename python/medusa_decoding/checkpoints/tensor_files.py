@@ -68,13 +68,10 @@ class StoredTensor:
 
 
 def own_file(file: Path) -> Path:
-    """Return a file if it may be copied out of its folder.
+    """Return a file if it may be copied out of its folder; a link that leads elsewhere is a `ValueError`.
 
     A stranger's folder may hold links to any file of this machine. In the hub's cache every file of a folder
     `snapshots/REVISION` is a link into the same model's `blobs`; those are allowed.
-
-    Raises:
-        ValueError: a link that leads elsewhere; the message names both.
     """
     folder, target = file.parent.resolve(), file.resolve()
     places = [folder, folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [folder]
@@ -91,21 +88,12 @@ def open_tensors(file: Path, prefix: str = "") -> dict[str, StoredTensor]:
 
     The file is a `.safetensors` file, or one written by `torch.save` that holds a dict of tensors. No code in it is
     run.
-
-    Raises:
-        ValueError: the file is truncated or damaged, holds anything but tensors, or fewer values than their shapes
-            say; the message names the file.
-        OSError: it cannot be read.
     """
     return _open_safetensors(file, prefix) if file.suffix == ".safetensors" else _open_pytorch(file, prefix)
 
 
 def model_tensors(folder: Path, prefix: str) -> dict[str, StoredTensor]:
-    """List the tensors of a model's folder whose names start with `prefix`, by name; other shards stay closed.
-
-    Raises:
-        ValueError: as `open_tensors` and `read_index`, or shards that disagree with the index about these names.
-    """
+    """List the tensors of a model's folder whose names start with `prefix`, by name; other shards stay closed."""
     file = model_weights(folder)
     if file is None or file.suffix != ".json":
         return {} if file is None else open_tensors(file, prefix)
@@ -129,11 +117,7 @@ def model_weights(folder: Path) -> Path | None:
 
 
 def read_index(index_file: Path, prefix: str = "") -> dict[str, str]:
-    """Return which file of a sharded model holds which of the tensors whose names start with `prefix`.
-
-    Raises:
-        ValueError: a damaged index, or a shard of these that is missing or lies outside the folder.
-    """
+    """Return which file of a sharded model holds which of the tensors whose names start with `prefix`."""
     weight_map = read_json_object(index_file).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
         raise ValueError(f"{index_file}: weight_map, which maps tensor names to file names, is missing")

@@ -154,9 +154,6 @@ class Case:
         sizes: the trees it was chosen among, in ascending order of nodes; the first one is plain decoding.
         gain: how many times as fast as plain decoding the fastest other tree is, with the ends of the 95 % interval;
             None if there is no other tree or one round.
-
-    Raises:
-        ValueError: sizes in another order, or a tree that is none of them.
     """
 
     batch: WholeFrom1
@@ -284,13 +281,7 @@ class Tuning:
 
 
 def load_for(path: Path, conditions: Conditions, heads: MedusaHeads) -> Tuning:
-    """Read a file and check that it holds under the conditions of a model.
-
-    Raises:
-        ValueError: a damaged file, one made under other conditions (the message says which have changed), or one with
-            trees that the heads cannot fill.
-        OSError: it cannot be read.
-    """
+    """Read a file and check that it holds under the conditions of a model; a `ValueError` says which have changed."""
     found = Tuning.load(path)
     changed = found.conditions.differences(conditions)
     if changed:

@@ -45,11 +45,7 @@ def recognise(folder: Path) -> bool:
 
 
 def gather(folder: Path) -> HeadTensors:
-    """List the heads' tensors under the paper's names.
-
-    Raises:
-        ValueError: a damaged file, a name that vLLM does not read, no projections, or a trimmed vocabulary.
-    """
+    """List the heads' tensors under the paper's names."""
     config = read_json_object(folder / "config.json")
     stored: dict[str, StoredTensor] = {}
     for full, tensor in open_tensors(folder / WEIGHTS).items():

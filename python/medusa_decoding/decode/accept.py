@@ -20,18 +20,8 @@ def accept(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Find and commit each row's longest path whose tokens are the model's own next token at their parents.
 
-    Args:
-        tokens: int64 [B, N], the nodes' tokens; the root is always right.
-        next_tokens: int64 [B, N], the model's own next token at every node.
-        states: [B, N, (1 + F) H], what heads read of the nodes, see `Backbone.forward`.
-        shape: the tree's.
-        state: changed in place, except keys and values.
-        limits: when rows end.
-
-    Returns:
-        path: int32 [B, depth + 1], the accepted nodes from the root on, padded with the last one.
-        accept_lens: int32 [B], accepted nodes below the root; -1 for a row that had ended.
-        cache_lens: int32 [B], cached tokens before the step.
+    Tensors are `tree_accept`'s; `states` [B, N, (1 + F) H] are what heads read of the nodes, see `Backbone.forward`.
+    All of `state` but keys and values is changed in place. Returns path, accept_lens and cache_lens, for `compact`.
     """
     accepted = tree_accept(
         tokens, next_tokens, states, shape.depths, shape.paths, limits.eos_tensor,

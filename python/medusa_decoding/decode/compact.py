@@ -11,12 +11,7 @@ from medusa_kernels import kv_compact
 def compact(cache: TreeCache, path: torch.Tensor, accept_lens: torch.Tensor, cache_lens: torch.Tensor) -> None:
     """Keep the cache rows of the accepted path.
 
-    A row that had ended keeps its length, so the further passes it takes part in overwrite the same cache rows.
-
-    Args:
-        cache: changed in place.
-        path: int32 [B, P], the accepted nodes.
-        accept_lens: int32 [B], accepted nodes below the root; -1 for a row that had ended.
-        cache_lens: int32 [B], cached tokens before the step.
+    The other arguments are what `accept` returned. A row that had ended keeps its length, so the further passes it
+    takes part in overwrite the same cache rows.
     """
     kv_compact(cache.kv, cache_lens, path, accept_lens, slots=cache.slots)

@@ -92,9 +92,6 @@ class Runtime(Protocol):
             tree: of the step launched; None for the prefill.
             made: what the step returned.
             wait: for the results of everything launched.
-
-        Raises:
-            FloatingPointError: the model's output was not finite.
         """
 
 

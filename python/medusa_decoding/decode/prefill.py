@@ -57,27 +57,15 @@ def prefill_chunks(
 ) -> Iterator[int]:
     """Run a batch of prompts chunk by chunk, so that steps of other rows may run between two chunks.
 
-    The prompts run in chunks, all rows from the same position on, each over the keys and values of those before it.
-
-    Args:
-        backbone: the swapped model.
-        prompts: one int64 [T_b] per row, without padding, T_b at least 1.
-        state: a cleared state; changed in place.
-        selector: picks the first root.
-        limits: when rows end.
-        reuse: tokens at the start of every prompt whose keys and values are in the cache already, fewer than the
-            shortest prompt has; they do not run again (see `StatePool.enlarge`).
-        chunk: the most tokens to run at once, all rows together; at least one per row. A function is called before
-            each chunk.
-        observe: called after each chunk with the position of its first token and the hidden states after the final
-            norm, [B, N, H]. The last layer then runs for all tokens.
+    The prompts, int64 [T_b] without padding, run in chunks of at most `chunk` tokens in all (a function is called
+    before each), all rows from the same position on, each over the keys and values of those before it. The first
+    `reuse` tokens of every prompt, fewer than the shortest one has, are in the cache already (see
+    `StatePool.enlarge`). `state` is a cleared one. `observe` is called after each chunk with the position of its first
+    token and the hidden states after the final norm, [B, N, H]; the last layer then runs for all tokens.
 
     Yields:
         After each chunk but the last: the cached tokens of each row. When it ends, `state` is as the first step needs
         it.
-
-    Raises:
-        ValueError: `reuse` or `chunk` out of range; nothing has run then.
     """
     device = backbone.device
     batch, lengths = len(prompts), [len(prompt) for prompt in prompts]

@@ -21,9 +21,6 @@ def split_prompts(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, 
         input_ids: int64 [B, T].
         attention_mask: [B, T] of 0 and 1, the ones of a row in one block at its left or right end; None for all ones.
         vocab_size: V; ids must lie in [0, V).
-
-    Raises:
-        ValueError: no tensors, wrong shape or dtype, an empty row, a mask with holes, or an id outside the vocabulary.
     """
     _check_tensor("input_ids", input_ids, "a tensor of token ids [B, T]")
     if attention_mask is not None:

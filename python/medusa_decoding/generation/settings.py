@@ -54,9 +54,6 @@ def merge_configs(own: GenerationConfig, given: GenerationConfig | None, changes
     """Return the generation config in force: `changes` override the given config, which overrides the model's own.
 
     A change of None leaves a field as it is.
-
-    Raises:
-        ValueError: an unknown argument, or a field that requests something unsupported; names the field.
     """
     if not isinstance(given, (GenerationConfig, type(None))):
         raise ValueError(f"generation_config: expected a GenerationConfig or None, got {type(given).__name__}")
@@ -147,9 +144,6 @@ def limits_from_config(config: GenerationConfig, lengths: Sequence[int], width: 
     """Return the limits that a generation config sets for prompts of `lengths` tokens.
 
     `width` is that of the padded batch, which `max_length` counts, `context` the positions that the model declares.
-
-    Raises:
-        ValueError: an impossible length, or a prompt that leaves no room.
     """
     longest = max(lengths)
     if longest >= context:
@@ -181,11 +175,7 @@ def limits_from_config(config: GenerationConfig, lengths: Sequence[int], width: 
 
 
 def stopping_criteria(config: GenerationConfig, given: Sequence[Any], tokenizer: Any) -> list[Any]:
-    """Return the stopping criteria that the host evaluates: the caller's own, a time limit, stop strings.
-
-    Raises:
-        ValueError: stop strings without a tokenizer, or an impossible time.
-    """
+    """Return the stopping criteria that the host evaluates: the caller's own, a time limit, stop strings."""
     found = list(given)
     if config.max_time is not None:
         if not isinstance(config.max_time, (int, float)) or not config.max_time >= 0:
@@ -205,11 +195,7 @@ def stopping_criteria(config: GenerationConfig, given: Sequence[Any], tokenizer:
 
 
 def rows_per_prompt(config: GenerationConfig) -> int:
-    """Return how many rows each prompt is expanded to.
-
-    Raises:
-        ValueError: a count below 1, or several rows without sampling (all equal).
-    """
+    """Return how many rows each prompt is expanded to."""
     asked = whole("num_return_sequences", config.num_return_sequences)
     count = 1 if asked is None else asked
     if count < 1:

@@ -123,9 +123,8 @@ class LinearHold(contextlib.AbstractContextManager["LinearHold"]):
         causal: the causal language model.
         rounds: whether weights in int8 and int4 meet inputs that are rounded to 8 bits (`quantised.rounded`).
 
-    Raises:
-        ValueError: a compressed module that cannot be read, a quantised one whose inputs cannot be rounded although
-            `rounds` is set, or another hold of this model with another `rounds`; nothing is changed then.
+    A module that cannot be read or rounded so is a `ValueError`, as is another `rounds` than that of another hold of
+    the model; nothing is changed then.
     """
 
     def __init__(self, causal: nn.Module, rounds: bool = False) -> None:

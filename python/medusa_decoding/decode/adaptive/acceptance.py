@@ -44,9 +44,6 @@ class TreeSet:
             heads cannot fill any) and the stored one, in ascending order of nodes.
         odds_against: for each tree and each of its depths, (1 - p) / p, where p is the probability that a path accepted
             down to the depth above continues at this depth, if the heads are independent and have these accuracies.
-
-    Raises:
-        ValueError: an accuracy is outside [0, 1], or a head has none.
     """
 
     def __init__(

@@ -182,11 +182,7 @@ class Adaptive(Policy):
         return best
 
     def observe(self, step: StepResult) -> None:
-        """Learn from a step; see `Policy`.
-
-        Raises:
-            ValueError: a tree that was not chosen next.
-        """
+        """Learn from a step; see `Policy`."""
         tree, seconds, committed = step.tree, step.seconds, step.committed
         index = self._index.get(id(tree))
         if not self._unseen or self._unseen[0][0] != index:

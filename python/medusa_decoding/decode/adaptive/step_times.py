@@ -194,11 +194,7 @@ class StepTimes:
 
     @classmethod
     def from_json(cls, values: Any, *, device: str, model: str) -> StepTimes:
-        """Read what `to_json` returned.
-
-        Raises:
-            ValueError: the times are those of another device or model, or these are no such values.
-        """
+        """Read what `to_json` returned; times of another device or model are a `ValueError`."""
         if not isinstance(values, dict):
             raise ValueError(f"step times: expected an object, got {type(values).__name__}")
         for name, wanted in (("device", device), ("model", model)):

@@ -88,11 +88,7 @@ class CapturedStep:
         self._alive: weakref.WeakSet[Captured] = weakref.WeakSet()
 
     def __call__(self, state: DecodeState, selector: TokenSelector, limits: Limits) -> bool:
-        """Replay the step in place, capturing it the first time over a state. Return whether it was captured now.
-
-        Raises:
-            RuntimeError: the model does something that cannot be captured; the generation cannot continue.
-        """
+        """Replay the step in place, capturing it the first time over a state. Return whether it was captured now."""
         key = (self, limits.key, selector.key)
         captured = state.captured.pop(key, None)
         new = captured is None

@@ -30,12 +30,7 @@ class Runner:
     """Runs one generation.
 
     Args:
-        steps: of the model.
-        backend: how steps run.
         prompts: one int64 [T_b] per row.
-        selector: how tokens are picked.
-        limits: when rows end.
-        policy: what its trees and durations need.
         take_earlier: returns the state of a generation whose text the prompts begin with, if any, and how many tokens
             they share; called once.
         seeds: int64 [B], keys of the random numbers of sampling; None if nothing is drawn.

@@ -49,9 +49,7 @@ class StatePool:
             headroom: rows beyond the prompt to start with if the cache can grow.
             held: a state that `enlarge` will be given, whose memory the generation may have.
 
-        Raises:
-            MemoryError: the whole generation does not fit, even with all idle states freed; says how many new tokens
-                would.
+        If not even the final cache fits, with all idle states freed, the `MemoryError` says how many new tokens would.
         """
         longest, budget, spare = max(sizes.prompt_lengths), sizes.budget, sizes.spare
         start, final = longest + min(budget, headroom) + spare, longest + budget + spare
@@ -78,15 +76,11 @@ class StatePool:
         return start if use.total + moved <= room else final
 
     def acquire(self, sizes: Sizes, rows: int) -> DecodeState:
-        """Return a cleared state.
+        """Return a cleared state, or raise `MemoryError` before anything is allocated, with how many tokens would fit.
 
         Args:
             sizes: of the generation.
             rows: cache rows that a sequence needs at least (rounded up to a bucket).
-
-        Raises:
-            MemoryError: it does not fit on the device, even with all idle states freed. Says what it needs, what is
-                free and how many tokens would fit; raised before anything is allocated.
         """
         shape = self.backbone.kv_shape(len(sizes.prompt_lengths), bucket(rows))
         fitting = [state for state in self._idle if self._serves(state, shape, bucket(sizes.budget + 1))]
@@ -109,20 +103,10 @@ class StatePool:
     def enlarge(self, state: DecodeState, sizes: Sizes, rows: int) -> tuple[DecodeState, int]:
         """Turn a state that was held after its generation into one for another that begins with the same text.
 
-        Args:
-            state: what `acquire` or `enlarge` returned, not released. If another one is returned, this one must neither
-                be used nor released any more.
-            sizes: of the new generation, of as many rows, whose prompts begin with the earlier text.
-            rows: cache rows that a sequence needs at least.
-
-        Returns:
-            A cleared state with the rotary tables of the new prompts, and how many cached rows at the start of every
-            sequence are right for them: what `prefill` may reuse of the tokens that old and new text have in common. 0
-            if dynamic scaling needs other frequencies now, if the model has changed device or dtype, or if a larger
-            cache fits instead of the old one but not next to it.
-
-        Raises:
-            MemoryError: the larger cache does not fit; the state is unchanged.
+        Returns a cleared state and how many cached rows at the start of every sequence `prefill` may reuse: 0 if
+        dynamic scaling needs other frequencies now, if the model has changed device or dtype, or if a larger cache fits
+        instead of the old one but not next to it. If it is another state, the given one must neither be used nor
+        released any more. If a larger cache does not fit at all, that is a `MemoryError`, and the state is unchanged.
         """
         cache, lengths = state.cache, sizes.prompt_lengths
         width = max(state.output.shape[1], bucket(sizes.budget + 1))

@@ -36,9 +36,6 @@ def resolve_backend(backend: Backend, device: torch.device, processes: int = 1) 
     """Return what a backend means on a device: "auto" is "graph" on CUDA and "eager" elsewhere.
 
     A tensor parallel model's steps run eagerly, since they hold collectives.
-
-    Raises:
-        ValueError: an unknown backend, or one that the device, or a model sharded over several processes, cannot run.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend: expected 'auto', 'eager', 'compiled' or 'graph', got {backend!r}")
@@ -73,11 +70,7 @@ class Steps:
         return self.prepare(backend)(tree)
 
     def prepare(self, backend: Backend) -> Callable[[Tree], Step]:
-        """Check the model for changes, once per generation and before its prefill; return a function from tree to step.
-
-        Raises:
-            ValueError: see `resolve_backend`.
-        """
+        """Check the model for changes, once per generation before its prefill; return a function from tree to step."""
         backend = resolve_backend(backend, self.backbone.device, self.backbone.peers.size)
         if backend != "eager":
             model = self.fingerprint()

@@ -31,12 +31,10 @@ def end_step(streamer: Any) -> None:
 
 
 class StreamObserver:
-    """Shows new tokens to criteria and a streamer.
+    """Shows new tokens to criteria, and one by one to a streamer (batch of 1) or None, as transformers does.
 
     Args:
         prompts: int64 [T_b] per row, on the device on which criteria expect them.
-        criteria: called with (int64 [1, length], scores) after each new token of each row, as transformers calls them.
-        streamer: a transformers streamer, given new tokens one by one (batch of 1), or None.
         scores: (row, count) to the scores that criteria get: a tuple of [1, V] for each new token, or None.
         agree: makes several processes end a row at the same token, although criteria may look at the clock.
     """

@@ -71,14 +71,9 @@ def _only_temperature(selector: TokenSelector) -> bool:
 
 
 def host_row(selector: TokenSelector, text: torch.Tensor, prompt: int, budget: int, ends: frozenset[int]) -> HostRow:
-    """Return a row as `LogitsProcessors.of_rows` takes it, of a row whose own selector runs on the device.
+    """Return what `LogitsProcessors.of_rows` takes for a row whose own selector runs on the device.
 
-    Args:
-        selector: the row's own.
-        text: int64 [T], prompt and tokens so far.
-        prompt: tokens of the prompt.
-        budget: new tokens it may get.
-        ends: tokens that end it.
+    `text` is int64 [T], prompt and tokens so far; `prompt` counts the prompt's.
     """
     processors = selector.processors if isinstance(selector, Sampling) else []
     return HostRow(text, prompt, len(text), processors, budget, ends, selector.draw_temperature is not None)

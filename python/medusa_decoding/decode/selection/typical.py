@@ -34,9 +34,6 @@ class TypicalAcceptance(TokenSelector):
         alpha: delta, above 0 and below 1. (Below 1 the argmax is always accepted, as its probability is at least
             exp(-H).)
         temperature: of p; above 0.
-
-    Raises:
-        ValueError: a value outside of its range.
     """
 
     def __init__(self, threshold: float = 0.09, alpha: float = 0.3, temperature: float = 1.0) -> None:
