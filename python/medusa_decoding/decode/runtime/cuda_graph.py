@@ -72,9 +72,8 @@ class Captured:
 class CapturedStep:
     """A step captured once for each state it meets, as a CUDA graph over the state's own tensors.
 
-    Some quantised layers read device data on the host and cannot be captured: by their sources (never run here),
-    bitsandbytes' 8-bit layers unless `llm_int8_threshold=0.0` (are there outliers?), and dynamic int8 of torchao up to
-    0.18, which prints its input to find out whether it is traced. Its weight-only layers and 4-bit ones read nothing.
+    Not captured, by their sources, can be layers that read device data on the host: bitsandbytes' in 8 bits unless
+    `llm_int8_threshold=0.0`, and torchao's dynamic int8 up to 0.18.
 
     Args:
         step: the step to capture. It reads nothing back to the host and its shapes depend on no data.
