@@ -43,7 +43,7 @@ def own_text_accuracy(model: MedusaModel, tokens: Sequence[int], prompt: int) ->
     """Count how often the actual next token is among the top 1 to 10 candidates of each head.
 
     A head has no target at positions for which the text ends less than k + 2 tokens later. The text is greedy.
-    Arguments and errors are as of `own_text_ranks`.
+    Arguments are as of `own_text_ranks`.
     """
     found = own_text_ranks(model, tokens, prompt)
     hits = torch.stack([((found >= 0) & (found <= n)).sum(0) for n in range(RANKS)], dim=1)
@@ -67,9 +67,6 @@ def own_text_ranks(
     Returns:
         int64 [P, K] on the CPU, one row per position that has a target: the rank, from 0; -1 if it is not among the
         candidates; IGNORE if the text has ended.
-
-    Raises:
-        ValueError: a model without heads, or a prompt without tokens.
     """
     heads, backbone = model.heads, model.backbone
     if heads is None:

@@ -59,11 +59,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Read a YAML file that holds a mapping without repeated keys.
-
-    Raises:
-        ValueError: no such file, not YAML, not a mapping, a repeated key.
-    """
+    """Read a YAML file that holds a mapping without repeated keys."""
     try:
         text = read_text(path)
     except (OSError, ValueError) as error:
@@ -93,11 +89,7 @@ def value_text(value: Any) -> str:
 
 
 def build(kind: type[T], values: Any) -> T:
-    """Make a settings dataclass from a mapping, as YAML gives it, and nested ones from the mappings in it.
-
-    Raises:
-        ValueError: unknown and missing keys, wrong types and values, what the dataclass refuses; names the key's path.
-    """
+    """Make a settings dataclass from a mapping, as YAML gives it, and nested ones from the mappings in it."""
     try:
         # As JSON: strictly, a list is no tuple, and a mapping no dataclass.
         return TypeAdapter(kind).validate_json(json.dumps(values, default=str))

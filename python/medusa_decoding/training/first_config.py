@@ -161,9 +161,6 @@ def first_config(model: str, data: str, device: torch.device, recipe: Recipe = "
         data: file, folder or hub name, as for training.
         device: to train on.
         recipe: what the heads learn, and how.
-
-    Raises:
-        ValueError: no such model or data, no record that can be used, or a model that does not fit the device.
     """
     settings = pretrained.load_config(model, argument="MODEL")
     tokenizer = pretrained.load_tokenizer(model, argument="MODEL")
@@ -262,9 +259,6 @@ def _sizes(encoder: ChatEncoder, sample: list[Record], distills: bool, new: int)
     """Yield how many tokens the examples of a sample have, and how many of them are learnt.
 
     If the model writes the answers (`distills`), each of them has `new` tokens.
-
-    Raises:
-        ValueError: as `ChatEncoder.encode` and `Seed`.
     """
     for record in sample:
         with contextlib.suppress(BadRecordError):
@@ -361,11 +355,7 @@ def _heads(chosen: FirstConfig) -> None:
 
 
 def _fit(chosen: FirstConfig) -> None:
-    """Choose optimiser, dtype and quantisation so that one row fits the device.
-
-    Raises:
-        ValueError: nothing fits.
-    """
+    """Choose optimiser, dtype and quantisation so that one row fits the device."""
     chosen.set("optimisation.optimizer", "adamw", "its state in 32 bits fits")
     if chosen.paper and chosen.quantises:
         chosen.set("optimisation.optimizer", "adamw_8bit", "as in the paper (B.2)")

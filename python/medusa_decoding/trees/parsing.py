@@ -14,9 +14,6 @@ def parse_tree(text: str) -> Tree | Literal["auto"]:
     """Parse a tree: a file, `chain:4`, `cartesian:7,6`, `root` (plain), `lookup:8`, `dynamic:16,4` (nodes, depth).
 
     Each may end in `+lookup:8`, unless a file of that whole name exists. `auto` is returned as it is.
-
-    Raises:
-        ValueError: none of these; says what was expected.
     """
     if text == "auto":
         return "auto"

@@ -23,11 +23,7 @@ _DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 
 
 def path_shares(tree: Tree, accuracies: Sequence[Sequence[float]]) -> list[float]:
-    """Return the probability of each of a tree's choices, for independent heads (Medusa paper, section 2.3.3).
-
-    Raises:
-        ValueError: there are accuracies for too few heads or ranks; the message names the path.
-    """
+    """Return the probability of each of a tree's choices, for independent heads (Medusa paper, section 2.3.3)."""
     tree.expected_tokens(accuracies)  # which checks them
     return [math.prod(accuracies[head][rank] for head, rank in enumerate(path)) for path in tree.choices]
 
@@ -62,9 +58,6 @@ def as_text(tree: Tree, width: int = 80, shares: Sequence[float] | None = None) 
 
     Shares are how likely each of the tree's choices is right, ancestors included. Nodes are shaded by them; without
     them they are marked by their rank among the draft tokens of their head.
-
-    Raises:
-        ValueError: a width below 20, or another number of shares than choices.
     """
     if width < LEAST_WIDTH:
         raise ValueError(f"width: expected at least {LEAST_WIDTH} columns, got {width}")

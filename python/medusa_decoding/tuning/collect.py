@@ -148,9 +148,6 @@ def check_fresh(out: Path, resume: bool) -> Calibration | None:
 
     Returns:
         The calibration that is there, or None.
-
-    Raises:
-        ValueError: there is another kind of file, or the progress of a stopped run that `resume` does not ask for.
     """
     existing = None
     if out.is_file():

@@ -108,9 +108,6 @@ def search_trees(
     """Search the best trees of each size by products, by paths and by walking.
 
     Sizes are numbers of nodes, root included. The trees are also judged by `held_out`, a calibration on other prompts.
-
-    Raises:
-        ValueError: a size outside of 1 to 256, or more nodes than the heads can fill.
     """
     found = []
     for size in sizes:

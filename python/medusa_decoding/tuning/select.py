@@ -43,9 +43,6 @@ def load_knowledge(
         folder: of the heads.
         heads: as loaded.
         base_model: the fingerprint of the base model as loaded.
-
-    Raises:
-        ValueError: a damaged file, or one of other heads or another base model; names the file.
     """
     if file is not None:
         accuracies = load_accuracies(file, CALIBRATION, folder, heads, base_model)
@@ -67,9 +64,6 @@ def best_trees(
 
     They are searched by walking along `texts`, or, without texts, by `accuracies` (a list per head, one per rank) as if
     heads were independent.
-
-    Raises:
-        ValueError: a size that the heads cannot fill.
     """
 
     def search(size: int) -> Tree:

@@ -84,9 +84,6 @@ class ChatEncoder:
     Attributes:
         bare: whether there is no chat template.
         closing: tokens that may close a turn: special ones, and others that were added to the vocabulary.
-
-    Raises:
-        ValueError: no such template, or one that needs an end token that the tokenizer lacks.
     """
 
     def __init__(
@@ -118,9 +115,7 @@ class ChatEncoder:
     def encode(self, record: Record) -> list[Example]:
         """Return a record's examples: one, or one per assistant turn with `turns="each"`. Exact tokens are one example.
 
-        Raises:
-            BadRecordError: the template refuses the conversation, or there are token ids beyond the vocabulary.
-            ValueError: the template does not render prefixes of a conversation as prefixes; another tokenizer's tokens.
+        Raises `BadRecordError` if the template refuses the conversation, or token ids are beyond the vocabulary.
         """
         if record.tokens is not None:
             return [self._exact(record, record.tokens)]
@@ -156,8 +151,7 @@ class ChatEncoder:
     ) -> tuple[str, list[int]]:
         """Return the text and the tokens of a prompt whose last message a model will answer.
 
-        Raises:
-            BadRecordError: the template refuses the messages.
+        Raises `BadRecordError` if the template refuses the messages.
         """
         text, _ = self._rendered(messages, tools, add_generation_prompt=True)
         return text, self.template.prompt_tokens(text)

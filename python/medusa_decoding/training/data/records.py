@@ -126,11 +126,7 @@ class Report:
             self.examples.append((where, reason))
 
     def check(self, max_bad_share: float) -> None:
-        """Raise if too many records were bad, or there were none.
-
-        Raises:
-            ValueError: gives the counts, the reasons and the first bad records.
-        """
+        """Raise `ValueError` if too many records were bad, or there were none."""
         bad = self.bad.total()
         if self.read == 0:
             raise ValueError("data: there is no record")
@@ -166,9 +162,6 @@ def read_records(
     assistant turn, because they teach nothing. Seeds need no assistant turn, and keep all turns from the first user
     turn to the first result of a tool, as a model will answer their user turns and may call no tool. Conversations
     without a system message get `system`.
-
-    Raises:
-        ValueError, ModuleNotFoundError: as `raw_records`.
     """
     count = 0
     for source in sources:
@@ -214,8 +207,7 @@ def parse_record(
 ) -> Record:
     """Return a parsed record as training takes it, or a seed; `read_records` says how they differ.
 
-    Raises:
-        BadRecordError: no record of a known kind, or nothing in it to learn from.
+    Raises `BadRecordError` if it is neither.
     """
     if form == "auto" and isinstance(raw, Mapping) and raw.get("input_ids") is not None:
         return _exact(raw, where)
@@ -228,8 +220,7 @@ def parse_record(
 def interpret(raw: Any, where: str = "", form: str = "auto") -> Record:
     """Return what a parsed record says, all of its turns. `form` is a kind to take it for, or "auto": its keys tell.
 
-    Raises:
-        BadRecordError: no record of a known kind, or a part of it that is not text.
+    Raises `BadRecordError` if it is of no known kind, or a part of it is not text.
     """
     if isinstance(raw, BadRecordError):
         raise raw

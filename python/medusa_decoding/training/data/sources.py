@@ -33,10 +33,6 @@ def raw_records(source: SourceConfig, partly: bool = False) -> Iterator[tuple[st
     Files are read as far as records are taken, except lists in .json files, which are read whole. A dataset of the hub
     is downloaded first. With `partly`, for a caller that takes only the first records, it is streamed, unless the hub
     is offline.
-
-    Raises:
-        ValueError: a source that does not exist, holds no files, or cannot be read as a whole.
-        ModuleNotFoundError: a parquet file or a hub name without the `datasets` library.
     """
     path = Path(os.path.expanduser(source.path))
     if path.is_file():

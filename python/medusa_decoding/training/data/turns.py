@@ -42,8 +42,7 @@ READ = frozenset(
 def parse_turns(turns: Any, name: str, may_be_empty: bool = False) -> list[Message]:
     """Return the turns of a list as messages of a chat template, with `weight: 0` for answers that are not learnt.
 
-    Raises:
-        BadRecordError: no list of turns, or a turn without a known role or without content.
+    Raises `BadRecordError` for what is no list of turns, and for a turn without a known role or content.
     """
     if not isinstance(turns, list) or not turns:
         raise BadRecordError(f"{name} is not a list of turns")
@@ -51,11 +50,7 @@ def parse_turns(turns: Any, name: str, may_be_empty: bool = False) -> list[Messa
 
 
 def text_of(value: Any, name: str, may_be_empty: bool = False) -> str:
-    """Return a value that must be text.
-
-    Raises:
-        BadRecordError: it is not text, or empty, or UTF-8 cannot write it.
-    """
+    """Return a value that must be text that UTF-8 can write; raise `BadRecordError` if it is not."""
     if not isinstance(value, str):
         raise BadRecordError(f"{name} is not text")
     if not value.strip() and not may_be_empty:

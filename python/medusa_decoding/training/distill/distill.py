@@ -153,13 +153,6 @@ def generate_records(
 
     Returns:
         The final report, which is also written next to the file.
-
-    Raises:
-        ValueError: seeds of several turns with a template that does not keep earlier answers; existing records of other
-            settings, another model, other heads or other seeds; a file that another process writes; a model that the
-            engine does not serve; a failed answer.
-        OSError: the file could not be written.
-        MemoryError: the cache of `batch_size` answers of the longest length does not fit.
     """
     model = how.model
     shards = Shards() if shards is None else shards
@@ -206,9 +199,6 @@ class Distillation:
     that are None, and all other settings except stop strings, are the model's own generation config's. An answer ends
     with one of that config's end tokens or the template's. A record has at most `length` tokens (None: the model's
     context).
-
-    Raises:
-        ValueError: limits of sampling for greedy answers.
     """
 
     def __init__(
@@ -256,11 +246,7 @@ class Distillation:
         }
 
     def seed(self, number: int, record: Record) -> Seed:
-        """Return a seed to answer; `number` and the setting `seed` decide its random numbers.
-
-        Raises:
-            BadRecordError, ValueError: as `Seed`.
-        """
+        """Return a `Seed` to answer; `number` and the setting `seed` decide its random numbers."""
         return Seed(number, record, self._encoder, self._settings, self._limit)
 
     def answers(self, states: bool = False) -> Answers:

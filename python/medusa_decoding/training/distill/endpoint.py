@@ -86,12 +86,7 @@ class Endpoint:
 
     @classmethod
     def connect(cls, config: Config) -> Endpoint:
-        """Ask the servers of a configuration for the model.
-
-        Raises:
-            ValueError: no base URL, no answer, or no such model there; no such model as `model.name`.
-            ModuleNotFoundError: httpx is missing.
-        """
+        """Ask the servers of a configuration for the model."""
         given, model = config.generation.endpoint, config.generation.endpoint_model
         urls, contexts = tuple(url.rstrip("/") for url in ([given] if isinstance(given, str) else given or ())), []
         if not urls or not all(map(_URL.fullmatch, urls)):  # which may hold a password
@@ -139,11 +134,7 @@ class ServedAnswers(Answers):
         self._running = len(self._tasks)
 
     def next(self) -> Answer | None:
-        """Wait for the next answer that ends; None if no prompt runs or waits.
-
-        Raises:
-            ValueError: a server could not be reached, refused a request, or has another vocabulary.
-        """
+        """Wait for the next answer that ends; None if no prompt runs or waits."""
         if not self._tasks:
             return None
         some = asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -28,10 +28,6 @@ class RecordFile(ResumableFile):
     Attributes:
         earlier: the records of the earlier runs that this one continues (`resume`), without their tokens.
         target: what `append` writes to: the file itself, or a part of it (see `shards`).
-
-    Raises:
-        ValueError: there are records and `resume` is not set; their settings differ; a damaged file.
-        OSError: a folder that cannot be written to.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], resume: bool) -> None:
@@ -46,11 +42,7 @@ class RecordFile(ResumableFile):
         companion(path, "finished").unlink(missing_ok=True)
 
     def has(self, number: int, digest: str) -> bool:
-        """Return whether all records of a seed are in the file.
-
-        Raises:
-            ValueError: they belong to another seed that had this number.
-        """
+        """Return whether all records of a seed are in the file; refuse those of another seed that had its number."""
         known, parts = self._seeds.get(number, (digest, 0))
         if known != digest:
             raise ValueError(
@@ -59,11 +51,7 @@ class RecordFile(ResumableFile):
         return 0 < parts == len(self._written[number])
 
     def append(self, records: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """Write those records that are not in the file yet as one block, and return them.
-
-        Raises:
-            OSError: they could not be written.
-        """
+        """Write those records that are not in the file yet as one block, and return them."""
         new = [record for record in records if record["seed"]["part"] not in self._written[record["seed"]["number"]]]
         self.target.write(new)
         for record in new:
@@ -71,12 +59,7 @@ class RecordFile(ResumableFile):
         return new
 
     def join(self) -> None:
-        """Append the records in the parts of this file, and remove the parts.
-
-        Raises:
-            ValueError: a part of other settings, or a damaged one.
-            OSError: they could not be written.
-        """
+        """Append the records in the parts of this file, and remove the parts."""
         for stated in sorted(self.path.parent.glob(f"{glob.escape(self.path.name)}.part-*.settings")):
             part = RecordFile(stated.with_suffix(""), self._made_with, resume=True).path  # without a half-written line
             if part.exists():
@@ -89,8 +72,7 @@ class RecordFile(ResumableFile):
     def finish(self, report: Mapping[str, Any], asked: Any = None) -> None:
         """Put the lines in the order of the seeds, and mark the file as complete: with a report and what was asked.
 
-        Raises:
-            OSError: the report counts other records, such as those of a part that is missing.
+        Raises `OSError` if the report counts other records, such as those of a part that is missing.
         """
         if len(self._order) != report["records"]:
             raise OSError(f"{self.path}: expected {report['records']} records, got {len(self._order)}; run --resume")

@@ -30,16 +30,14 @@ _PROBES = (PROBE, f"<think>\n{PROBE}\n</think>\n\n{PROBE}")
 class Seed:
     """A seed record, a conversation with a user turn or a text, that is being answered.
 
+    Raises `BadRecordError` if the template refuses it, or its prompt leaves no room for an answer.
+
     Attributes:
         number, record: as given.
         digest: a hash of the parts of the record that matter.
         turns: user turns that will be answered.
         prompt: tokens to answer next; empty at the end.
         ended: why not all turns were answered, or None.
-
-    Raises:
-        BadRecordError: the template refuses it, or its prompt leaves no room for an answer.
-        ValueError: several turns, `turns="joint"`, and a template that does not keep earlier answers.
     """
 
     def __init__(

@@ -39,11 +39,7 @@ class Shards:
         return number % self.size == self.rank
 
     def gather(self, value: T) -> list[T]:
-        """Wait for all processes, and return the value that each one gave, by rank.
-
-        Raises:
-            ConnectionError: another process has ended.
-        """
+        """Wait for all processes, and return the value that each one gave, by rank."""
         found: list[Any] = [value] * self.size
         if self.size > 1:
             try:
@@ -72,11 +68,7 @@ class Shards:
 
     @contextlib.contextmanager
     def opened(self, path: Path, settings: Mapping[str, Any], resume: bool) -> Iterator[RecordFile]:
-        """Yield the file of records to append to, whose `earlier` and `has` know the records of all earlier runs.
-
-        Raises:
-            ValueError, OSError: as `RecordFile`; another process writes there.
-        """
+        """Yield the file of records to append to, whose `earlier` and `has` know the records of all earlier runs."""
         with contextlib.ExitStack() as stack:
             if self.rank == 0:
                 stack.enter_context(only_writer("out", path))

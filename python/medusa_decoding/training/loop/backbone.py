@@ -38,10 +38,6 @@ class TrainingBackbone:
         """Load the model of a configuration, with the adapter or the weights that the run trains unless it is `frozen`.
 
         On the device "meta" it has shapes only, and its weights are not read.
-
-        Raises:
-            ValueError: no such model, a dtype that cannot be trained in, or an adapter that the model cannot take.
-            ModuleNotFoundError: bitsandbytes or peft is missing.
         """
         settings = config.model
         check_adaptable(config, None)
@@ -80,11 +76,7 @@ class TrainingBackbone:
         return found
 
     def adapt(self, config: Config) -> None:
-        """Add a LoRA adapter to the linear layers (B.2), including lm_head.
-
-        Raises:
-            ValueError: lm_head is to be adapted but tied to the embeddings.
-        """
+        """Add a LoRA adapter to the linear layers (B.2), including lm_head."""
         from peft import LoraConfig, get_peft_model
 
         lora = config.lora
@@ -172,9 +164,5 @@ def _quantised(settings: ModelConfig, dtype: torch.dtype) -> Any:
 
 
 def load_tokenizer(settings: ModelConfig) -> Any:
-    """Return the model's tokenizer.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Return the model's tokenizer."""
     return pretrained.load_tokenizer(settings.name, settings.revision, argument=NAME)

@@ -56,11 +56,7 @@ class CardFacts:
 
 
 def write_card(folder: Path, facts: CardFacts) -> None:
-    """Write README.md and accuracy.png into a folder, each completely or not at all.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed; nothing is written then.
-    """
+    """Write README.md and accuracy.png into a folder, each completely or not at all."""
     _plot(facts, folder / PLOT)
     write_text(folder / CARD, card_text(facts))
 

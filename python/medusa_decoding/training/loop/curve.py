@@ -35,9 +35,6 @@ def curve(
         `head_top1` (shares), the `loss` (nats, weighted as in training) and the expected `tokens_per_step`.
         `predicted`: the same figures for more records, by `power_law`. `residuals`: how far measured ones are at most
         from that law.
-
-    Raises:
-        ValueError: no held-out data, or as `run.train`.
     """
     missing = ValueError("--curve needs held-out data: set data.held_out, or a larger data.held_out_share")
     if not config.data.held_out and config.held_out_share == 0:

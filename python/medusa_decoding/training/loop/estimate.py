@@ -81,11 +81,7 @@ def meta_heads(config: Config, hidden_size: int, vocab_size: int) -> MedusaHeads
 
 
 def shapes_of(config: Config) -> Shapes:
-    """Return the sizes that a run's memory and time depend on.
-
-    Raises:
-        ValueError: no such model, or a config that describes none.
-    """
+    """Return the sizes that a run's memory and time depend on."""
     settings = pretrained.load_config(config.model.name, config.model.revision, argument=NAME)
     quantised = getattr(settings, "quantization_config", None) is not None
     if quantised:

@@ -21,9 +21,6 @@ def make_heads(config: Config, backbone: TrainingBackbone, tokenizer: Any, frequ
     For a model that divides its logits, W2 is the lm_head divided by that number.
 
     A trimmed vocabulary has the most frequent tokens of the training data.
-
-    Raises:
-        ValueError: given heads that the configuration contradicts, or an lm_head that heads cannot start from.
     """
     settings, model = config.heads, backbone.causal.config
     vocabulary, size = int(model.vocab_size), int(model.hidden_size)
@@ -96,11 +93,7 @@ def new_heads(
 
 
 def given_heads(config: Config, hidden_size: int, vocab_size: int) -> MedusaHeads:
-    """Read the heads that `heads.initial` names.
-
-    Raises:
-        ValueError: the configuration contradicts them, or they are in 8 bits.
-    """
+    """Read the heads that `heads.initial` names."""
     settings, name = config.heads, str(config.heads.initial)
     heads = read_heads(name, hidden_size=hidden_size, vocab_size=vocab_size, dtype=torch.float32).heads
     if heads.storage != "float":

@@ -23,11 +23,7 @@ Watcher = Callable[[Mapping[str, Any]], None]
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's log, without a last one that a kill cut off.
-
-    Raises:
-        ValueError: a line that is not JSON; the message names it.
-    """
+    """Return the lines of a run's log, without a last one that a kill cut off."""
     file = folder / LOG
     lines = file.read_bytes().splitlines(keepends=True) if file.is_file() else []
     return [parse_json(line, f"{file}:{n}") for n, line in enumerate(lines, start=1) if line.endswith(b"\n")]
@@ -41,11 +37,7 @@ def cut_log(folder: Path, step: int) -> None:
 
 
 def check_trackers(names: Iterable[str]) -> None:
-    """Refuse trackers that accelerate does not know, or whose library is missing.
-
-    Raises:
-        ValueError, ModuleNotFoundError: names the tracker.
-    """
+    """Refuse trackers that accelerate does not know, or whose library is missing."""
     tracking = import_library("accelerate.tracking", "output.trackers")
     for name in names:
         if name not in tracking.LOGGER_TYPE_TO_CLASS:

@@ -56,11 +56,7 @@ def find(name: str) -> Gpu | None:
 
 
 def parse(text: str) -> tuple[int, Gpu]:
-    """Return the number and the kind of GPUs of a machine such as "8 x A100-80GB".
-
-    Raises:
-        ValueError: another form, or a GPU that is not known.
-    """
+    """Return the number and the kind of GPUs of a machine such as "8 x A100-80GB"."""
     count, name = re.fullmatch(r"\s*(?:([1-9]\d*)\s*x\s+)?(.*?)\s*", text, re.DOTALL).groups()  # type: ignore[union-attr]
     gpu = find(name)
     if gpu is None:

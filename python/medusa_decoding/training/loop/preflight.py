@@ -35,10 +35,7 @@ _PLACES = ("model.name", "data.train", "data.held_out", "data.cache_hidden", "ou
 def hold(config: Config, processes: Processes) -> Iterator[None]:
     """Hold the output folder inside the block, so that no other run writes there; the main process does it for all.
 
-    Raises:
-        ValueError: in every process, with one message: another run holds the folder (the message says which), or it
-            cannot be written to.
-        OSError: the same, in the main process.
+    If another run holds it, every process raises the same message.
     """
     with contextlib.ExitStack() as stack:
 
@@ -55,12 +52,6 @@ def check(config: Config, processes: Processes, resume: bool = False) -> Path | 
 
     Returns:
         The checkpoint that the run resumes from, None for a new run.
-
-    Raises:
-        ValueError: settings that contradict the model, the given heads, the processes or the content of the output
-            folder; an output folder that cannot be written to, or that another run writes to; other settings in
-            another process.
-        ModuleNotFoundError: a library that they need.
     """
     processes.same({key: value for key, value in config_schema.flat(config).items() if key not in _PLACES})
     start = processes.by_main(lambda: _start(config, resume))

@@ -52,10 +52,6 @@ def load_rows(config: Config, tokenizer: Any, vocab_size: int | None = None, par
 
     The model's vocabulary size bounds the ids of tokenized records; without it, the tokenizer's does. Of the training
     records, one of `part` is taken, at random; a smaller part is within each larger one.
-
-    Raises:
-        ValueError: unreadable data, too many bad records, nothing to learn, or settings that leave the answers to the
-            model.
     """
     settings = config.data
     if settings.answers == "own":

@@ -158,11 +158,7 @@ def _train(
 
 
 def _push(config: Config, announce: Announce) -> None:
-    """Upload the heads as the settings ask for, with the card for the hub.
-
-    Raises:
-        OSError: that failed; the message has the command that repeats it.
-    """
+    """Upload the heads as the settings ask for, with the card for the hub; an error has the command that repeats it."""
     name, private, base = config.output.push_to_hub, config.output.push_private, config.model.name
     if name is None:
         return
@@ -213,12 +209,11 @@ def _states(
 def write_results(trainer: Trainer, rows: Rows, measured: Measured | None) -> str:
     """Write what was trained into the output folder; all processes must call it.
 
+    An error names the checkpoint that `--resume` writes it from.
+
     Returns:
         The base model that the heads' checkpoint names: the model as configured, or the folder of the trained one or of
         its adapter.
-
-    Raises:
-        OSError: it could not be written; names the checkpoint that `--resume` writes it from.
     """
     config, processes = trainer.config, trainer.processes
     weights = trainer.trained()

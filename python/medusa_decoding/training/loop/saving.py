@@ -50,8 +50,7 @@ class Checkpoints:
         It has the weights by name, and the state of optimiser and schedule. `state` has values for JSON. `best` are the
         weights of the best heads, unless they are those of this step.
 
-        Raises:
-            OSError: it could not be written (a full disk, say). Earlier checkpoints stay, and the newest is named.
+        If it cannot be written (a full disk, say), earlier checkpoints stay, and the error names the newest.
         """
         with self._named_errors():
             for left in {*self.folder.glob("*step-*")} - {*self.all()}:
@@ -80,11 +79,7 @@ class Checkpoints:
             raise OSError(f"{self.folder}: the checkpoint could not be written ({error}{free}); {kept}") from error
 
     def load(self, path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
-        """Read the weights, the optimiser and the best weights.
-
-        Raises:
-            ValueError: a damaged checkpoint; it names the file.
-        """
+        """Read the weights, the optimiser and the best weights."""
 
         def read(name: str) -> dict[str, Any]:
             try:
@@ -105,11 +100,7 @@ def damaged(path: Path, reason: str) -> ValueError:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Read the state given to `Checkpoints.save`.
-
-    Raises:
-        ValueError: a damaged file.
-    """
+    """Read the state given to `Checkpoints.save`."""
     try:
         return read_json_object(path / STATE)
     except (OSError, ValueError) as error:

@@ -49,12 +49,7 @@ def _is_vector(name: str, parameter: nn.Parameter) -> bool:
 
 
 def make_optimiser(groups: list[dict[str, Any]], config: Config) -> torch.optim.Optimizer:
-    """Return AdamW over the groups, with its state in 32 or in 8 bits.
-
-    Raises:
-        ValueError: a weight that is too large for adamw_8bit.
-        ModuleNotFoundError: bitsandbytes is missing.
-    """
+    """Return AdamW over the groups, with its state in 32 or in 8 bits."""
     rates = config.optimisation
     options: dict[str, Any] = {"betas": (rates.beta_1, rates.beta_2), "eps": rates.epsilon}
     if rates.optimizer == "adamw":
@@ -110,9 +105,6 @@ def stages(config: Config, rows: int) -> list[Stage]:
     """Return the stages of a run in order (2.2.2): heads alone, then heads and backbone; one of them or both.
 
     The last, smaller batch of an epoch's rows counts as a step.
-
-    Raises:
-        ValueError: a stage with fewer steps than its warm-up needs.
     """
     rates = config.optimisation
     steps_per_epoch = math.ceil(rows / rates.batch_size)

@@ -42,10 +42,6 @@ class StateCache:
 
     The key is a `fingerprint`, the shape (rows, length, (1 + F) H). `made` counts the rows that this process has put
     there, in `dtype`.
-
-    Raises:
-        ValueError: a folder with the states of other rows or of another model, or without their files.
-        OSError: too little space on the disk; the message says how much is needed.
     """
 
     def __init__(
