@@ -56,17 +56,12 @@ def own_text_ranks(
 ) -> torch.Tensor:
     """Find the rank of the actual next token among the top 10 candidates of each head.
 
-    Args:
-        model: the model with its heads.
-        tokens: a prompt and the text that the model wrote after it.
-        prompt: tokens of the prompt, at least 1.
-        temperature: at which the text was sampled.
-        seed: what `generate` was given for this text, in a batch of 1: candidates are then ranked with the same random
-            numbers. None for a greedy text.
+    The first `prompt` of the `tokens`, at least one, are the prompt; the model wrote the others after it, at
+    `temperature`. `seed` is what `generate` was given for this text, in a batch of 1: candidates are then ranked with
+    the same random numbers. None for a greedy text.
 
-    Returns:
-        int64 [P, K] on the CPU, one row per position that has a target: the rank, from 0; -1 if it is not among the
-        candidates; IGNORE if the text has ended.
+    Returns int64 [P, K] on the CPU, one row per position that has a target: the rank, from 0; -1 if it is not among the
+    candidates; IGNORE if the text has ended.
     """
     heads, backbone = model.heads, model.backbone
     if heads is None:

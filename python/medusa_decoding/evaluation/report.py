@@ -23,10 +23,6 @@ class Measured:
     """One text, written by every way of decoding.
 
     Attributes:
-        prompt: number of the prompt it belongs to.
-        category: the prompt's.
-        where: the prompt's place, for messages.
-        turn: from 1.
         tokens: new tokens by way, over all rounds.
         seconds: by way, over all rounds.
         accepted: tokens that each step of Medusa's first round accepted below the root.

@@ -19,17 +19,9 @@ from medusa_decoding.files import parse_json, read_json_object, write_json
 class ResumableFile:
     """A file of records made with some settings; its folder is made.
 
-    Args:
-        path: of the file.
-        settings: what the records depend on, as JSON.
-        resume: continue the file, if there is one.
-        known: returns what a continued run needs to know of a record, and raises `ValueError`, `KeyError` or
-            `TypeError` for anything that is none.
-        name: the argument that names the file, for messages.
-
-    Attributes:
-        path: see above.
-        earlier: what `known` returned of the records of earlier runs.
+    The records depend on `settings` (JSON). `name` is the argument that names the file, for messages. `earlier` has
+    what `known` returned of the records of earlier runs: what a continued run needs to know of each. It raises
+    `ValueError`, `KeyError` or `TypeError` for anything that is no record.
 
     Raises:
         ValueError: there are records and `resume` is not set; their settings differ; a damaged file.

@@ -73,12 +73,8 @@ class ChatEncoder:
     """Renders and tokenizes records.
 
     Args:
-        tokenizer: of the model.
-        template: "auto" for the tokenizer's own, "vicuna", "plain", or a file with a Jinja template. Without a template
-            of its own, "auto" takes a prompt as bare text, and refuses conversations of several turns.
-        turns: "joint" learns all assistant turns of a conversation at once. "each" makes one example per turn with the
-            conversation up to it, for templates that render a turn differently once others follow.
-        arguments: further variables of the template.
+        template: as `data.template`. If the tokenizer has no template, "auto" takes a prompt as bare text.
+        turns, arguments: as `data.turns` and `data.template_arguments`.
         vocab_size: the model's vocabulary size, a bound for the ids of exact records; None for the tokenizer's.
 
     Attributes:

@@ -142,17 +142,12 @@ def generate_records(
 ) -> GenerationReport:
     """Have a model answer the user turns of seeds, and write one record per answered seed.
 
-    Seeds are conversations, whose answers are dropped, and texts, whose first tokens are continued. If the encoder has
-    `turns="each"` there is one record per answer, with prompts that are rendered again. With `save_states`, the hidden
-    states from which a model without heads predicted its answers are kept next to the file (`AnswerStates`); an
-    `Endpoint` has none. `asked` is kept with the report, for `record_file.finished`; `progress` is called with the
-    report so far after each answer.
+    Seeds are conversations, whose answers are dropped, and texts, whose first tokens are continued. With
+    `turns="each"` there is one record per answer. With `save_states`, the states from which a model without heads
+    predicted its answers are kept in `AnswerStates`. `asked` is kept with the report, for `record_file.finished`.
 
-    With several processes in `shards`, all of them call this, and each answers its shard of the seeds with a copy of
-    the model. They keep no states. `progress` is about the shard, the final report about all seeds.
-
-    Returns:
-        The final report, which is also written next to the file.
+    All processes of `shards` call this, each answers its shard of the seeds, and they keep no states. `progress`
+    receives the report so far of the shard after each answer. Returns the report about all seeds.
     """
     model = how.model
     shards = Shards() if shards is None else shards

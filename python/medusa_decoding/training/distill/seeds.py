@@ -33,7 +33,6 @@ class Seed:
     Raises `BadRecordError` if the template refuses it, or its prompt leaves no room for an answer.
 
     Attributes:
-        number, record: as given.
         digest: a hash of the parts of the record that matter.
         turns: user turns that will be answered.
         prompt: tokens to answer next; empty at the end.

@@ -30,13 +30,11 @@ class CardFacts:
     """The content of a card.
 
     Attributes:
-        reports: of reading the training data, and `data.held_out` (None without it).
+        reports: of the training data, and of `data.held_out`.
         records: to train on, and held out.
         tokens: of training data, learnt or not.
-        accuracy: of the heads on the held-out data's text, or None without such data.
         losses: (step, training loss), in order; steps count over all stages, as `steps` does.
         best_step: the step that the heads are of, if it was chosen by held-out data; None: the last.
-        made_with: versions and machine.
         generated: for each data file that a model has written, by path: the settings of that (`record_file.asked_of`).
         trained_model: folder of the trained backbone, or of its adapter, which the heads need; None if it was frozen.
     """

@@ -30,11 +30,8 @@ def curve(
 
     All runs have the same held-out data, epochs and batch size; a smaller one makes fewer steps.
 
-    Returns:
-        What `CURVE` in the output folder gets. `sizes`: for each number of `records`, ascending, the `steps`, the
-        `head_top1` (shares), the `loss` (nats, weighted as in training) and the expected `tokens_per_step`.
-        `predicted`: the same figures for more records, by `power_law`. `residuals`: how far measured ones are at most
-        from that law.
+    Returns what `CURVE` in the output folder gets: `sizes`, ascending (shares, and nats weighted as in training),
+    the same `predicted` for more records by `power_law`, and the `residuals`, how far measured ones are from that law.
     """
     missing = ValueError("--curve needs held-out data: set data.held_out, or a larger data.held_out_share")
     if not config.data.held_out and config.held_out_share == 0:
@@ -95,15 +92,9 @@ def power_law(
     """Fit gap = a records^-b to each column by least squares of the logarithms (the form of arXiv 1712.00409).
 
     A gap is what is missing: the share of targets that a head misses, a loss, the distance to the most tokens per step.
-    The law has no floor although text has one, so its predictions are rather too good.
-
-    Args:
-        records: two or more different numbers.
-        gaps: float [sizes, F], not negative.
-        at: the numbers of records to predict for.
-
-    Returns:
-        The gaps there, [len(at), F], and the largest distance of each column of `gaps` from its fit, [F].
+    The law has no floor although text has one, so its predictions are rather too good. `records` are two or more
+    different numbers, and `gaps` [sizes, F]. Returns the gaps for the numbers of records `at`, [len(at), F], and the
+    largest distance of each column of `gaps` from its fit, [F].
     """
     logs = np.log(np.maximum(gaps, 1e-9))
     slopes, constants = np.polyfit(np.log(records), logs, 1)

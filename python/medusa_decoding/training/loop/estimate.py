@@ -114,28 +114,8 @@ def shapes_of(config: Config) -> Shapes:
 def memory(config: Config, shapes: Shapes, shards: int = 1) -> dict[str, int]:
     """Return the bytes that a process takes on its device, by what they are for (estimated; weights in `shards` parts).
 
-    P are the backbone's weights, Q those of its linear layers, h the heads', w their own projections', a the adapter's,
-    t all trained ones; e the bytes of a number in the model's dtype. A micro-batch has n = micro_batch_size * length
-    positions. H is the hidden size, I the MLP's, V' the logits per position, K and L the heads and their blocks, C the
-    positions of a chunk.
-
-    - backbone: P e; with 4 (8) bits Q * 4.5 (8) / 8 + (P - Q) e. If all its weights are trained, 4 P.
-    - trained weights: 4 (h + a).
-    - gradients: 4 t, and again 4 w if a step has several micro-batches.
-    - optimiser: 8 t (adamw_8bit: 2 t).
-    - with several shards, a process holds its share of these four, and gathers at a time two layers and all weights
-      outside the layers.
-    - activations, frozen backbone: n e (6 H + 3 I + A), of the widest layer, A the width of attention. If the backbone
-      is trained, n e (20 H + 9 I + A) for every layer (with the adapter's inputs and their dropout); with gradient
-      checkpointing, for one layer, and n H e for every layer. The mask of packed rows: n length.
-    - heads' states: 4 K n H (3 L + 3), with a root input 4 K n H more, with F feature layers 12 n H (1 + F).
-    - logits: 6 C V' (with the gradient in 16 bits) and for own projections 2 V' H (chunks that wait for their product)
-      + 4 V' H (one head's operand). If the backbone is trained, 6 C V more, and if all its weights are, 2 Q (operands
-      in 16 bits, until the step ends) + 4 V H (lm_head's gradient); with soft labels 14 C V' + 2 V' H (the teacher's
-      logits, two softmaxes, and the teacher's operand).
-
     Left out: the program itself and its libraries (about 1 GB on the host; about 0.5 GB of a GPU), fragmentation, and
-    on the host the best heads so far (4 h, `Trainer.best`) and what a checkpoint is written from.
+    on the host the best heads so far (`Trainer.best`) and what a checkpoint is written from.
     """
     rates, e = config.optimisation, DTYPES.get(config.model.dtype, torch.bfloat16).itemsize
     whole = config.trains_backbone and not config.lora.enabled
@@ -150,6 +130,7 @@ def memory(config: Config, shapes: Shapes, shards: int = 1) -> dict[str, int]:
     own = shapes.heads + shapes.adapter
     trained = own + (linear + other if whole else 0)
     positions = rates.micro_batch_size * config.data.length
+    # Numbers per position and layer, of width hidden and inner, with the adapter's inputs and their dropout if trained.
     kept = (20, 9) if config.trains_backbone else (6, 3)
     layer = positions * e * (kept[0] * shapes.hidden + kept[1] * shapes.inner + shapes.attention)
     if not config.trains_backbone:
@@ -158,19 +139,20 @@ def memory(config: Config, shapes: Shapes, shards: int = 1) -> dict[str, int]:
         activations = layer + shapes.layers * positions * shapes.hidden * e
     else:
         activations = layer * shapes.layers
-    if config.data.pack:
+    if config.data.pack:  # the mask of rows with several texts
         activations += positions * config.data.length
     candidates = config.heads.token_map_size or shapes.vocabulary
     chunk = min(positions, max(1, CHUNK_ELEMENTS["cuda"] // candidates))
     heads, blocks, rooted = config.heads.num_heads, config.heads.num_layers, config.heads.root_rank > 0
     features = len(config.heads.feature_layers)
     mapped = 3 * (1 + features) if features else 0
+    # Of own projections, 2 bytes for chunks that wait for their product, 4 for one head's operand.
     operands = 0 if config.heads.shared_projection else 6 * candidates * shapes.hidden
     if config.trains_backbone:
         operands += 6 * chunk * shapes.vocabulary
-    if whole:
+    if whole:  # operands in 16 bits, until the step ends, and lm_head's gradient
         operands += 2 * linear + 4 * shapes.vocabulary * shapes.hidden
-    if config.loss.targets != "hard":
+    if config.loss.targets != "hard":  # the teacher's logits, two softmaxes, and the teacher's operand
         operands += (14 * chunk + 2 * shapes.hidden) * candidates
     again = 4 * shapes.own if rates.batch_size > rates.micro_batch_size else 0
     held = {
@@ -181,39 +163,37 @@ def memory(config: Config, shapes: Shapes, shards: int = 1) -> dict[str, int]:
     }
     if shards > 1:
         held = {name: count // shards for name, count in held.items()}
+        # At a time, two layers and all weights outside the layers.
         held["gathered weights"] = (4 if whole else e) * (other + 2 * linear // shapes.layers) + 4 * own
     return held | {
         "activations": activations,
         "heads' states": 4 * positions * shapes.hidden * (heads * (3 * blocks + 3 + rooted) + mapped),
-        "logits": 6 * chunk * candidates + operands,
+        "logits": 6 * chunk * candidates + operands,  # with the gradient in 16 bits
     }
 
 
 def operations(config: Config, shapes: Shapes, trains_backbone: bool | None = None) -> tuple[float, float]:
     """Return the operations per position of the backbone's pass, and of heads and losses with their gradients.
 
-    A multiply-add counts as two. Backbone: 2 Q + 2 layers * length * A (half of attention is masked). If it is trained
-    with an adapter, twice that again for the gradient of its activations; with all weights, three times; and once more
-    each for the teacher of self-distillation and for gradient checkpointing. Heads: 3 * 2 K L H^2 for their blocks, (6
-    K + 4) r H for a root input of rank r (its embedding has no gradient), 4 (1 + F) H^2 for a map of F feature layers
-    (so have the states), and 2 K V' H for their logits, times 3 with own projections (gradients of states and weights),
-    2 with the shared one, and once more for the teacher's with soft labels. Medusa-2 and self-distillation add 2 * 3 V
-    H for the model's own logits. `trains_backbone` says it for a stage; None for the last one.
+    A multiply-add counts as two. `trains_backbone` says it for a stage; None for the last one.
     """
     trains_backbone = config.trains_backbone if trains_backbone is None else trains_backbone
+    # Half of attention is masked.
     forward = 2.0 * shapes.linear + 2.0 * shapes.layers * config.data.length * shapes.attention
     passes = 1.0
     if trains_backbone:
-        passes = 2.0 if config.lora.enabled else 3.0
+        passes = 2.0 if config.lora.enabled else 3.0  # the gradient of activations, and of all weights
         passes += config.model.gradient_checkpointing + (config.method == "self-distillation")
     heads, candidates = config.heads.num_heads, config.heads.token_map_size or shapes.vocabulary
     after = 6.0 * heads * config.heads.num_layers * shapes.hidden**2
+    # The embedding that a root input reads has no gradient, and neither do the states of feature layers.
     after += (6.0 * heads + 4.0) * config.heads.root_rank * shapes.hidden
     features = len(config.heads.feature_layers)
     after += 4.0 * (1 + features) * shapes.hidden**2 if features else 0
+    # Logits, the gradients of their states and of own projections, and soft labels' teacher.
     products = (2 if config.heads.shared_projection else 3) + (config.loss.targets != "hard")
     after += 2.0 * heads * candidates * shapes.hidden * products
-    if trains_backbone:
+    if trains_backbone:  # the model's own logits
         after += 6.0 * shapes.vocabulary * shapes.hidden
     return forward * passes, after
 

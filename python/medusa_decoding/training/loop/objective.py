@@ -60,18 +60,10 @@ class Objective(nn.Module):
     ) -> dict[str, Tensor]:
         """Return the loss and the counts that it is made of.
 
-        Args:
-            batch: as `packing.collate` makes it, on the model's device; with `HIDDEN`, the model is not run. With
-                its `Texts` on the CPU, nothing is read back from the device.
-            normalisers: `count_targets` of the whole step; None to measure, under `torch.no_grad()`: then the model's
-                own loss is counted too.
-            lambda_0: weight of the heads' loss next to the model's own.
-            top: accuracies are counted for the 1 to `top` most likely candidates.
-
-        Returns:
-            `loss` scalar with gradient; `head_sums` [K], `head_counts`, `head_outside` int64 [K], `head_hits` int64
-            [K, top]; if the model's own loss is part of it (or measured) `model_sum` [1], `model_count` int64 [1],
-            and unless distilled `model_hits` int64 [1, 1].
+        The batch is as `packing.collate` makes it, on the model's device; with `HIDDEN`, the model is not run. With its
+        `Texts` on the CPU, nothing is read back from the device. `normalisers` are `count_targets` of the whole step,
+        or None to measure, under `torch.no_grad()`: then the model's own loss is counted too. `lambda_0` is the weight
+        of the heads' loss next to the model's own. See `Loss` for the shapes.
         """
         measuring = normalisers is None
         joint = self.joint and not measuring

@@ -22,17 +22,9 @@ def language_loss(
 ) -> Loss:
     """Next-token cross-entropy of the model itself, L_LM of equation 2, without all logits in memory.
 
-    Args:
-        hidden: [T, H] states after the final norm; the gradient goes through them.
-        lm_head: module or weight [V, H]; its parameters get a gradient if they require one.
-        labels: int64 [T], the token id at each position or IGNORE.
-        segments: int64 [T], see `shifted_labels`.
-        normaliser: [1], divides the sum; the number of targets without it.
-        chunk: positions whose logits are in memory at a time; by default as many as `CHUNK_ELEMENTS` allows.
-        top: accuracies are counted for the top 1 to `top` candidates; 0 for none.
-
-    Returns:
-        A `Loss` with one entry.
+    `hidden` [T, H] are states after the final norm, `lm_head` is the module or its weight [V, H]; both get a gradient.
+    Labels, segments, `chunk` and `top` are as in `medusa_loss`; `normaliser` [1] divides the sum. Returns a `Loss` with
+    one entry.
     """
     projection = lm_head_projection(lm_head, hidden, trains=True)
     positions, targets = _next_tokens(hidden, labels, segments)
@@ -55,12 +47,9 @@ def distillation_loss(
 
     KL(p || q) = sum over tokens x of p(x) * (log p(x) - log q(x)).
 
-    The student's arguments are those of `language_loss`; `labels` only say where the loss is taken. `teacher_hidden`
-    [T, H] are states of the same model with its adapter off, and `teacher_lm_head` is its lm_head without the adapter
-    (see `without_adapter`). The teacher gets no gradient.
-
-    Returns:
-        A `Loss` with one entry, in nats, without hits.
+    The student's arguments are those of `language_loss`. `teacher_hidden` [T, H] are states of the same model with its
+    adapter off, and `teacher_lm_head` is its lm_head without the adapter (see `without_adapter`); neither gets a
+    gradient. Returns a `Loss` with one entry, in nats, without hits.
     """
     student = lm_head_projection(lm_head, hidden, trains=True)
     teacher = lm_head_projection(teacher_lm_head, teacher_hidden, trains=False)

@@ -55,37 +55,23 @@ def medusa_loss(
     """Medusa-1's loss: the sum over heads of lambda_k times the mean cross-entropy of head k (equation 1).
 
     Heads learn from positions whose next token is labelled too (`draft_labels`): it is the root that they draft after.
-    Computes only the positions that have a target for some head. Labels, tokens and segments can be on the CPU, so
-    that nothing is read back from the device.
+    Labels, tokens and segments can be on the CPU, so that nothing is read back from the device.
 
-    Args:
-        hidden: [T, (1 + F) H] states after the model's final norm, followed by those of the heads' feature layers; any
-            floating type (cast to that of the heads).
-        heads: K heads, their projections in floats; their parameters get a gradient if they require one.
-        labels: int64 [T], the token id at each position or IGNORE.
-        tokens: int64 [T], the text's token ids, labelled or not; needed exactly if the heads have a parent_rank or a
-            root_rank. The parent of head k's target at position t is the token at t + k + 1, its root that at t + 1.
-        embed_tokens: the model's input embedding, int64 [P] -> [P, H], which gets no gradient; needed exactly if the
-            heads have a root_rank.
-        segments: int64 [T], see `shifted_labels`.
-        token_map: see `head_targets`.
-        lm_head: the model's own, needed exactly if the heads share it: its weight [V, H], or the module. A module that
-            is not a plain Linear without bias (LoRA around it, quantised) is called.
-        teacher_lm_head: the backbone's own, as a module or its weight [V, H], called as it is, with any adapter. With
-            it heads learn the backbone's distributions: head k at position t minimises KL(p || q) from p, the
-            backbone's at position t + k + 1, where the text's own token is a target too; in a trimmed vocabulary p is
-            renormalised over the tokens there. The teacher is the backbone as it is in this very step, also in
-            Medusa-2; it gets no gradient, so only the heads' predictions move towards it. Hits and counts stay those
-            of the text's tokens. Without it the loss is cross-entropy with these.
-        weights: [K] of lambda_k; 0.8^(k + 1) without it.
-        normaliser: [K], divides each head's sum; its own count of targets without it.
-        through_backbone: let the gradient reach `hidden` and a shared lm_head (Medusa-2). Otherwise both are detached
-            (Medusa-1).
-        chunk: positions whose logits are in memory at a time; by default as many as `CHUNK_ELEMENTS` allows.
-        top: accuracies are counted for the top 1 to `top` candidates; 0 for none.
+    `hidden` [T, (1 + F) H], of any floating type, are states after the model's final norm, followed by those of the
+    heads' feature layers. `labels` int64 [T] is the token id at each position or IGNORE, `segments` is as in
+    `shifted_labels`. `tokens` int64 [T], labelled or not, are needed exactly if the heads have a parent_rank or a
+    root_rank, and `embed_tokens` (int64 [P] -> [P, H], without gradient) if they have a root_rank. `token_map` is the
+    heads' own on the device of the labels; without it, it is copied there.
 
-    Returns:
-        A `Loss` with K entries.
+    `lm_head`, the module or its weight [V, H], is needed exactly if the heads share it. With `teacher_lm_head` heads
+    learn the backbone's distributions as it is in this very step: head k at position t minimises KL(p || q) from p, the
+    backbone's at position t + k + 1, if the text's own token is a target too; in a trimmed vocabulary p is renormalised
+    over the tokens there. The teacher gets no gradient. Hits and counts stay those of the text's tokens.
+
+    `weights` [K] are lambda_k, and `normaliser` [K] divides each head's sum, by default its count of targets. With
+    `through_backbone` the gradient reaches `hidden` and a shared lm_head (Medusa-2). The logits of `chunk` positions
+    are in memory at a time, by default as many as `CHUNK_ELEMENTS` allows. Accuracies are counted for the top 1 to
+    `top` candidates. Returns a `Loss` with K entries.
     """
     targets = head_targets(labels, heads, segments, tokens, token_map)
 
