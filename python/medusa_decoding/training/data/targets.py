@@ -7,36 +7,12 @@ Head k (0-based) predicts the token k + 2 places after its input position, k + 1
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from medusa_decoding.heads import MedusaHeads
-
 IGNORE = -100
 """The label of a position that has none, as in `torch.nn.functional.cross_entropy`."""
-
-
-@dataclass(frozen=True)
-class Targets:
-    """What each head should predict at each position.
-
-    Attributes:
-        index: int64 [K, T], the row of the projection (the token id, or its place in `token_map`); IGNORE for none.
-        outside: int64 [K], labelled targets that a trimmed vocabulary lacks.
-        parents: int64 [K, T], the token before each target, any id if there is no target; None if no prediction
-            depends on it.
-    """
-
-    index: Tensor
-    outside: Tensor
-    parents: Tensor | None = None
-
-    @property
-    def counts(self) -> Tensor:
-        """How many targets each head has, int64 [K]; a step's `normaliser` is their sum over its batches."""
-        return (self.index != IGNORE).sum(1)
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:
@@ -91,32 +67,6 @@ def draft_labels(
     """
     found = shifted_labels(labels, range(1, num_heads + 2), segments=segments, token_map=token_map)
     return found[1:].masked_fill(found[0] == IGNORE, IGNORE)
-
-
-def head_targets(
-    labels: Tensor,
-    heads: MedusaHeads,
-    segments: Tensor | None = None,
-    tokens: Tensor | None = None,
-    token_map: Tensor | None = None,
-) -> Targets:
-    """Return the targets of all heads (see `draft_labels`), and their parents, k + 1 positions later.
-
-    Args:
-        labels: int64 [T], see `shifted_labels`.
-        heads: give the number of heads.
-        segments: int64 [T], see `shifted_labels`.
-        tokens: int64 [T], the token ids of the text, labelled or not; without them there are no parents.
-        token_map: the heads' own on the device of the labels; without it, it is copied there.
-    """
-    if token_map is None and heads.token_map is not None:
-        token_map = heads.token_map.to(labels.device)
-    found = draft_labels(labels, heads.num_heads, segments=segments, token_map=token_map)
-    parents = None
-    if tokens is not None:
-        # The parent of a target is in the same conversation.
-        parents = shifted_labels(tokens, range(1, heads.num_heads + 1)).clamp(min=0)
-    return Targets(found.masked_fill(found == -1, IGNORE), (found == -1).sum(1), parents)
 
 
 def most_frequent_tokens(counts: Mapping[int, int], size: int, always: Iterable[int] = ()) -> Tensor:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from medusa_decoding.heads import MedusaHeads
-from medusa_decoding.training.data.targets import IGNORE, head_targets, send
+from medusa_decoding.training.data.targets import IGNORE, draft_labels, send, shifted_labels
 from medusa_decoding.training.loss.chunked import TOP, Criterion, CrossEntropy, Loss, chunked_loss
 from medusa_decoding.training.loss.language import Divergence
 from medusa_decoding.training.loss.projections import (
@@ -73,11 +73,19 @@ def medusa_loss(
     are in memory at a time, by default as many as `CHUNK_ELEMENTS` allows. Accuracies are counted for the top 1 to
     `top` candidates. Returns a `Loss` with K entries.
     """
-    targets = head_targets(labels, heads, segments, tokens, token_map)
+    if token_map is None and heads.token_map is not None:
+        token_map = heads.token_map.to(labels.device)
+    found = draft_labels(labels, heads.num_heads, segments=segments, token_map=token_map)
+    outside, index = (found == -1).sum(1), found.masked_fill(found == -1, IGNORE)
+    counts = (index != IGNORE).sum(1)
 
-    positions = (targets.index != IGNORE).any(0).nonzero().squeeze(1)
-    index = send(targets.index.index_select(1, positions), hidden.device)
-    parents = None if targets.parents is None else send(targets.parents.index_select(1, positions), hidden.device)
+    positions = (index != IGNORE).any(0).nonzero().squeeze(1)
+    index = send(index.index_select(1, positions), hidden.device)
+    parents = None
+    if tokens is not None:
+        # The parent of a target is in the same conversation. Positions without a target may have any.
+        parents = shifted_labels(tokens, range(1, heads.num_heads + 1)).clamp(min=0)
+        parents = send(parents.index_select(1, positions), hidden.device)
     positions = send(positions, hidden.device)
     hidden = hidden if through_backbone else hidden.detach()
     root = None
@@ -112,8 +120,8 @@ def medusa_loss(
         projection,
         criterion,
         states,
-        send(targets.counts, hidden.device),
-        outside=send(targets.outside, hidden.device),
+        send(counts, hidden.device),
+        outside=send(outside, hidden.device),
         weights=head_weights(heads.num_heads) if weights is None else weights,
         normaliser=normaliser,
         chunk=chunk,
