@@ -12,6 +12,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,6 @@ from medusa_decoding.training.config import Config
 from medusa_decoding.training.data.packing import TEXTS, PackedDataset, Texts, collate
 from medusa_decoding.training.data.targets import IGNORE, send
 from medusa_decoding.training.loop.accuracy import HeadAccuracy, Measured
-from medusa_decoding.training.loop.ahead import Ahead
 from medusa_decoding.training.loop.backbone import TrainingBackbone
 from medusa_decoding.training.loop.log import LOG, Watcher, cut_log
 from medusa_decoding.training.loop.objective import HIDDEN, Objective, count_targets
@@ -106,6 +106,7 @@ class Trainer:
         if self.processes.sharded:
             self.processes.shard(self.objective, self.backbone.decoder.layers)
         self.objective.token_map = None if self.heads.token_map is None else self.heads.token_map.cpu()
+        self._reader = ThreadPoolExecutor(1, "ahead")
         self._begin_stage(self.stages[0])
 
     # -- the run ---------------------------------------------------------------------------------------------------
@@ -185,7 +186,7 @@ class Trainer:
         schedule = self.config.optimisation.schedule
         self.schedule = learning_rates(self.optimiser, stage.warmup_steps, stage.steps, schedule)
         self._latest = torch.zeros(3, dtype=torch.float64, device=self.processes.device)  # step, loss, gradient norm
-        self._ahead: Ahead[tuple[int, int], tuple[dict[str, Any], Tensor | None]] = Ahead()
+        self._ahead: tuple[tuple[int, int], Future[tuple[dict[str, Any], Tensor | None]]] | None = None
         self.clipped = [weight for group in groups for weight in group["params"]]
 
     @property
@@ -226,9 +227,12 @@ class Trainer:
         for place, part in enumerate(parts):
             more = place + 1 < len(parts)
             following = (self.at.step, place + 1) if more else (self.at.step + 1, 0)
+            begun, key = self._ahead, (self.at.step, place)
+            # Read while the previous micro-batch was computed, as the next one will be.
+            reading = begun[1] if begun is not None and begun[0] == key else self._reader.submit(self._read, key)
             is_there = following[0] < stage.steps
-            # Read while the previous micro-batch was computed.
-            batch, counts = self._ahead.get(self._read, (self.at.step, place), following if is_there else None)
+            self._ahead = (following, self._reader.submit(self._read, following)) if is_there else None
+            batch, counts = reading.result()
             if counts is not None:
                 normalisers = send(counts, processes.device)
             batch = self._complete(part, batch)
