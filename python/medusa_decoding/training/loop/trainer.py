@@ -62,15 +62,6 @@ class Best:
     later: int
     weights: dict[str, Tensor]
 
-    def to_json(self) -> dict[str, Any]:
-        """Return everything but the weights."""
-        return {"step": self.step, "measured": self.measured.to_json(), "later": self.later}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Best:
-        """Read what `to_json` returned."""
-        return cls(values["step"], Measured.from_json(values["measured"]), values["later"], {})
-
 
 @dataclass
 class Trainer:
@@ -414,23 +405,26 @@ class Trainer:
         """Write a checkpoint."""
         if self.states is not None:
             self.states.flush()
+        best = self.best
         state = dataclasses.asdict(self.at) | {
             "rows": len(self.rows),
             "data": self._data,
             "config": self.config.to_yaml(),
             "measured": None if self.measured is None else self.measured.to_json(),
-            "best": None if self.best is None else self.best.to_json(),
+            "best": None
+            if best is None
+            else {"step": best.step, "measured": best.measured.to_json(), "later": best.later},
         }
         weights = self.trained()
         optimiser = {
             "optimiser": self.processes.optimiser_state(self.optimiser),
             "schedule": self.schedule.state_dict(),
         }
-        best = None if self.best is None or self.best.step == self.at.done else self.best.weights
+        best_weights = None if best is None or best.step == self.at.done else best.weights
 
         def write() -> None:
             if self.processes.main:
-                self.checkpoints.save(self.at.done, state, weights, optimiser, best)
+                self.checkpoints.save(self.at.done, state, weights, optimiser, best_weights)
 
         self.processes.each(write)
 
@@ -458,8 +452,8 @@ class Trainer:
         state = self.processes.by_main(read)
         self.at = Progress(**{name: state[name] for name in vars(self.at)})
         self.measured = None if state["measured"] is None else Measured.from_json(state["measured"])
-        if state.get("best") is not None:  # older checkpoints have none
-            self.best = dataclasses.replace(Best.from_json(state["best"]), weights=dict(best))
+        if (kept := state.get("best")) is not None:  # older checkpoints have none
+            self.best = Best(kept["step"], Measured.from_json(kept["measured"]), kept["later"], weights=dict(best))
         if self.at.stage > 0:
             self._begin_stage(self.stages[self.at.stage])
         with torch.no_grad():
