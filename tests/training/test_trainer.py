@@ -535,7 +535,7 @@ def test_a_full_disk_names_the_last_good_checkpoint_and_leaves_it(shop, tmp_path
         return save(*args, **options)
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(OSError, match=r"No space left on device.*the last good one is .*step-000002"):
+    with pytest.raises(OSError, match=r"No space left on device.*the last good checkpoint is .*step-000002"):
         train(config)
     monkeypatch.undo()
     left = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())

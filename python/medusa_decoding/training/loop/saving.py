@@ -37,6 +37,11 @@ class Checkpoints:
         """Return the newest complete one."""
         return next(reversed(self.all()), None)
 
+    def last_good(self) -> str:
+        """Return which one is the newest as text, for an error."""
+        newest = self.newest()
+        return "there is no checkpoint yet" if newest is None else f"the last good checkpoint is {newest}"
+
     def save(
         self,
         step: int,
@@ -71,12 +76,12 @@ class Checkpoints:
         try:
             yield
         except (OSError, RuntimeError) as error:  # torch's writer has its own errors for a full disk
-            newest = self.newest()
-            kept = f"the last good one is {newest}" if newest is not None else "there is none before it"
             free = ""
             with contextlib.suppress(OSError):  # torch's messages do not mention a full disk
                 free = f"; {shutil.disk_usage(self.folder).free / 2**20:,.0f} MiB are free there"
-            raise OSError(f"{self.folder}: the checkpoint could not be written ({error}{free}); {kept}") from error
+            raise OSError(
+                f"{self.folder}: the checkpoint could not be written ({error}{free}); {self.last_good()}"
+            ) from error
 
     def load(self, path: Path) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
         """Read the weights, the optimiser and the best weights."""

@@ -192,13 +192,11 @@ class Trainer:
         try:
             append_line(self.folder / LOG, line)
         except OSError as error:
-            raise OSError(f"{self.folder / LOG}: could not be written ({error}); {self._last_good()}") from error
+            raise OSError(
+                f"{self.folder / LOG}: could not be written ({error}); {self.checkpoints.last_good()}"
+            ) from error
         for watcher in self.watchers:
             watcher(line)
-
-    def _last_good(self) -> str:
-        newest = self.checkpoints.newest()
-        return "there is no checkpoint yet" if newest is None else f"the last good checkpoint is {newest}"
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
@@ -336,7 +334,7 @@ class Trainer:
             if not math.isfinite(value):
                 raise FloatingPointError(
                     f"{name}: expected a finite number, got {value} at step {step:.0f} of stage {stage.name}; "
-                    f"{self._last_good()}"
+                    f"{self.checkpoints.last_good()}"
                 )
 
     def _precision(self) -> contextlib.AbstractContextManager[Any]:
