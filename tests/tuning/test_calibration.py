@@ -51,9 +51,7 @@ def test_paths_by_hand(counted):
     assert counted.count([1, 1]) == 0
     tree = Tree([[0], [1], [0, 1], [1, 1]])
     assert counted.shares(tree) == [0.6, 0.2, 0.4, 0.0]
-    assert counted.expected_tokens(tree) == pytest.approx(2.2)
     assert tree.expected_tokens(counted.accuracies) == pytest.approx(1 + 0.6 + 0.2 + 0.6 * 0.5 + 0.2 * 0.5)
-    assert counted.expected_tokens(Tree([[0]], lookup=3)) == pytest.approx(1.6)
 
 
 @pytest.mark.parametrize(
@@ -62,9 +60,7 @@ def test_paths_by_hand(counted):
 )
 def test_trees_that_were_not_counted_are_refused(counted, choices, words):
     with pytest.raises(ValueError, match=words):
-        counted.expected_tokens(Tree(choices))
-    with pytest.raises(ValueError, match="static"):
-        counted.expected_tokens(Tree([[0], [1]], keep=2))
+        counted.shares(Tree(choices))
 
 
 @pytest.mark.parametrize(

@@ -111,19 +111,6 @@ class Calibration:
         tree.check_fits(self.num_heads, self.ranks)
         return [self.count(path) / self.positions for path in tree.choices]
 
-    def expected_tokens(self, tree: Tree) -> float:
-        """Return the expected tokens per step, root included, at a random position, without assuming independence.
-
-        Real steps give fewer: a step that accepts a long path skips easy positions, so steps start at hard ones more
-        often (docs/trees.md has figures). `replay.walk` accounts for that. A copied branch is not counted.
-
-        Raises:
-            ValueError: the heads cannot fill the tree, it has ranks that were not counted, or it is dynamic.
-        """
-        if tree.keep is not None:
-            raise ValueError("tree: expected a static one, got a dynamic one, which has no fixed nodes")
-        return 1.0 + sum(self.shares(tree))
-
     def to_json(self) -> dict[str, Any]:
         """Return the JSON form; `python -m benchmarks.simulator --accuracies` reads its `accuracy`."""
         return {
