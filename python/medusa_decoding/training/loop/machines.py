@@ -1,17 +1,16 @@
-"""GPUs by name: the peak of their dense products in bfloat16, their memory and its bandwidth, as published."""
+"""GPUs by name: the peak of their dense products in bfloat16 and their memory, as published."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from typing import NamedTuple
 
 _PARTIAL = {"MIG", "LAPTOP", "TI", "SUPER", "D", "MOBILE"}
 """Words in the names of GPUs that are not the whole one, or another one."""
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU's name, operations per second, bytes of memory, bytes per second, and the source of these figures.
+class Gpu(NamedTuple):
+    """A GPU's name, operations per second and bytes of memory.
 
     A multiply-add is two operations; sums are in float32, and no operand is sparse.
     """
@@ -19,31 +18,25 @@ class Gpu:
     name: str
     rate: float
     memory: int
-    bandwidth: float
-    source: str
-
-
-def _gpu(name: str, teraflops: float, gigabytes: int, gigabytes_per_second: float, source: str) -> Gpu:
-    return Gpu(name, teraflops * 1e12, gigabytes * 2**30, gigabytes_per_second * 1e9, source)
 
 
 GPUS = (
-    _gpu("3090", 71, 24, 936, "NVIDIA's GA102 whitepaper, appendix A"),
-    _gpu("4090", 165.2, 24, 1008, "NVIDIA's Ada whitepaper, appendix A"),
-    _gpu("5090", 209.5, 32, 1792, "NVIDIA's RTX Blackwell whitepaper, appendix A"),
-    _gpu("A10", 125, 24, 600, "data sheet"),
-    _gpu("A30", 165, 24, 933, "data sheet"),
-    _gpu("A40", 149.7, 48, 696, "data sheet"),
-    _gpu("A6000", 154.8, 48, 768, "NVIDIA's GA102 whitepaper, appendix B"),
-    _gpu("A100-40GB", 312, 40, 1555, "data sheet"),
-    _gpu("A100-80GB", 312, 80, 1935, "data sheet, PCIe; with SXM 2,039 GB/s"),
-    _gpu("H100", 989.4, 80, 3350, "data sheet, SXM"),
-    _gpu("H100-PCIe", 756, 80, 2000, "data sheet"),
-    _gpu("H100-NVL", 835, 94, 3900, "data sheet"),
-    _gpu("H200", 989.4, 141, 4800, "data sheet, SXM"),
-    _gpu("H200-NVL", 835, 141, 4800, "data sheet"),
-    _gpu("L4", 121, 24, 300, "data sheet"),
-    _gpu("L40S", 362, 48, 864, "data sheet"),
+    Gpu("3090", 71e12, 24 * 2**30),  # NVIDIA's GA102 whitepaper, appendix A
+    Gpu("4090", 165.2e12, 24 * 2**30),  # NVIDIA's Ada whitepaper, appendix A
+    Gpu("5090", 209.5e12, 32 * 2**30),  # NVIDIA's RTX Blackwell whitepaper, appendix A
+    Gpu("A10", 125e12, 24 * 2**30),  # data sheet
+    Gpu("A30", 165e12, 24 * 2**30),  # data sheet
+    Gpu("A40", 149.7e12, 48 * 2**30),  # data sheet
+    Gpu("A6000", 154.8e12, 48 * 2**30),  # NVIDIA's GA102 whitepaper, appendix B
+    Gpu("A100-40GB", 312e12, 40 * 2**30),  # data sheet
+    Gpu("A100-80GB", 312e12, 80 * 2**30),  # data sheet, PCIe
+    Gpu("H100", 989.4e12, 80 * 2**30),  # data sheet, SXM
+    Gpu("H100-PCIe", 756e12, 80 * 2**30),  # data sheet
+    Gpu("H100-NVL", 835e12, 94 * 2**30),  # data sheet
+    Gpu("H200", 989.4e12, 141 * 2**30),  # data sheet, SXM
+    Gpu("H200-NVL", 835e12, 141 * 2**30),  # data sheet
+    Gpu("L4", 121e12, 24 * 2**30),  # data sheet
+    Gpu("L40S", 362e12, 48 * 2**30),  # data sheet
 )
 """Data sheets of some of them name the rates with sparsity, which are twice these."""
 
