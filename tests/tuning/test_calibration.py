@@ -383,7 +383,7 @@ def test_other_backends_and_templates_are_other_runs(make):
         model.backend = backend
         described.append(Writer(model, tokenizer, Settings()).describe([Prompt(("zz",))]))
     own, *others = described
-    for other, changed in zip(others, ("rendered", "backend"), strict=True):
+    for other, changed in zip(others, ("template", "backend"), strict=True):
         assert {**other, "settings": own["settings"]} == own
         assert [name for name in own["settings"] if other["settings"][name] != own["settings"][name]] == [changed]
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from medusa_decoding.chat.streaming import AnswerText
-from medusa_decoding.chat.template import ChatTemplate, Message
+from medusa_decoding.chat.template import ChatTemplate
 from medusa_decoding.checks import check_count
 from medusa_decoding.decode.runtime.steps import resolve_backend
 from medusa_decoding.evaluation.prompts import Conversations, Prompt
@@ -34,12 +34,6 @@ SAMPLING = ("top_k", "top_p", "min_p")
 """Fields of a model's generation config that, in addition to the temperature, affect sampling."""
 RANKED = "with the noise of the draws"
 """How heads rank candidates for sampled texts; files of earlier versions, which ranked without it, do not say."""
-SAMPLE_CHAT: list[Message] = [
-    {"role": "user", "content": "Which one is it?"},
-    {"role": "assistant", "content": "The first one."},
-    {"role": "user", "content": "And why?"},
-]
-"""Two templates count as the same if they encode this to the same tokens."""
 
 
 @dataclass(frozen=True)
@@ -129,8 +123,7 @@ class Writer:
                 "temperature": settings.temperature,
                 **(sampling if settings.temperature else {}),
                 "generation": _hash([own.to_json_string(ignore_metadata=True), ends, stops], 8),
-                "template": "chat" if isinstance(self._chat, ChatTemplate) else "none",
-                "rendered": self._hash_of_template(),
+                "template": _hash(self._chat.text, 8) if isinstance(self._chat, ChatTemplate) else "none",
                 "dtype": str(model.backbone.dtype).removeprefix("torch."),
                 "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
                 "backend": str(resolve_backend(model.backend, device, model.backbone.peers.size)),
@@ -193,12 +186,6 @@ class Writer:
         """Return about how many tokens a conversation has in the end."""
         further = (self.encode(Prompt((turn,))) for turn in one.prompt.turns[len(one.written) + 1 :])
         return self._end(one) + sum(len(ids) + self.settings.max_new_tokens for ids in further)
-
-    def _hash_of_template(self) -> str:
-        try:
-            return _hash(self._chat.encode(SAMPLE_CHAT), 8)
-        except ValueError as error:  # such as a template for single questions
-            return _hash([self._chat.encode(SAMPLE_CHAT[:1]), str(error)], 8)
 
 
 def _hash(content: Any, size: int) -> str:
