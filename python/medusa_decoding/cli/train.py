@@ -170,14 +170,13 @@ def _check(config: Config, resume: bool, on: str | None) -> int:
         say(describe_map(token_map, shapes.vocabulary, rows))
     for stage in stages(config, len(rows.train)):
         say(f"{stage.steps} steps of {config.optimisation.batch_size} rows: {stage.name}")
-    count, device = (processes.size, processes.device) if machine is None else machine
-    say(*estimate.describe_memory(config, shapes, device, count if processes.sharded else 1), sep="\n")
-    if machine is None:
+    count, gpu = (processes.size, None) if machine is None else machine
+    say(*estimate.describe_memory(config, shapes, gpu or processes.device, count if processes.sharded else 1), sep="\n")
+    if gpu is None:
         pace = estimate.pace(config, shapes, rows, tokenizer, processes)
-        say(estimate.describe_time(config, rows, pace, count))
     else:
-        pace = estimate.pace_at(machine[1].rate, config, shapes, rows.learnt)
-        say(estimate.describe_time_on(*machine, config, rows, pace))
+        pace = estimate.pace_at(gpu.rate, config, shapes, rows.learnt)
+    say(estimate.describe_time(config, rows, pace, count, gpu))
     if config.data.cache_hidden is not None:
         say(estimate.describe_states(config, shapes, rows, pace))
     say(*estimate.describe_readers(config, shapes), sep="\n")

@@ -364,25 +364,22 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "this machine"
 
 
-def describe_time_on(count: int, gpu: machines.Gpu, config: Config, rows: Rows, pace: Pace) -> str:
-    """Return the time of a run on GPUs that are not here, one process on each, as a line of text."""
-    held_out = 0 if rows.held_out is None else len(rows.held_out)
-    seconds = pace.seconds(config, len(rows.train), held_out, count)
-    return (
-        f"time: about {duration(seconds)} on {count} x {gpu.name} (predicted: its operations at {REACHED:.0%} of the "
-        "published peak; without loading, writing and what GPUs send each other)"
-    )
+def describe_time(config: Config, rows: Rows, pace: Pace, processes: int = 1, gpu: machines.Gpu | None = None) -> str:
+    """Return the time of a run on an idle machine as a line of text, with a second one if it is busy now.
 
-
-def describe_time(config: Config, rows: Rows, pace: Pace, processes: int = 1) -> str:
-    """Return the time of a run on an idle machine as a line of text, with a second one if it is busy now."""
+    With `gpu` it is on GPUs that are not here, one process on each.
+    """
     held_out = 0 if rows.held_out is None else len(rows.held_out)
     seconds = pace.seconds(config, len(rows.train), held_out, processes)
-    if pace.how == "measured":
-        how = "from a micro-batch measured here"
+    if gpu is not None:
+        where, left = f"{processes} x {gpu.name}", "loading, writing and what GPUs send each other"
+        how = f"predicted: its operations at {REACHED:.0%} of the published peak"
     else:
+        where, left = "an idle machine", "loading and writing"
         how = f"a rough estimate: its operations at {REACHED:.0%} of the rate of a large product here"
-    line = f"time: about {duration(seconds)} on an idle machine ({how}; without loading and writing)"
+        if pace.how == "measured":
+            how = "from a micro-batch measured here"
+    line = f"time: about {duration(seconds)} on {where} ({how}; without {left})"
     if pace.core_share >= BUSY:
         return line
     return (
