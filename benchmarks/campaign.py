@@ -173,8 +173,7 @@ TIMED = {
             f"{{medusa}} calibrate --model {CHAT} --prompts {{other_chats}} --dtype float32 --max-new-tokens 128 "
             "--turns 1 --out {runs}/calibration.json",
             f"{{medusa}} tune --model {CHAT} --dtype float32 --calibration {{runs}}/calibration.json --undecided auto",
-            f"{{medusa}} tune --model {CHAT} --dtype float32 --max-new-tokens 128 --sweep --prompts {{mt_bench}} "
-            "--rounds 2 --sweep-out {records}",
+            f"tune_sweep --model {CHAT} --dtype float32 --prompts {{mt_bench}} --rounds 2 --out {{records}}",
         ),
         ("other_chats", "mt_bench"),
         ("chat",),

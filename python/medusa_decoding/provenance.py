@@ -12,9 +12,7 @@ import hashlib
 import importlib.metadata
 import os
 import platform
-import shlex
 import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -85,15 +83,6 @@ def machine(device: torch.device | None = None) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "isa": torch.backends.cpu.get_cpu_capability(),
     }
-
-
-def medusa_command() -> str:
-    """Return the `medusa` command that is running, or "unknown" if another program has called the package."""
-    program = Path(sys.argv[0])
-    # Every package that is run with -m is called __main__.py.
-    if program.name != "medusa" and program.parts[-2:] != ("medusa_decoding", "__main__.py"):
-        return "unknown"
-    return shlex.join(["medusa", *without_folders(sys.argv[1:])])
 
 
 def without_folders(arguments: Iterable[str]) -> list[str]:

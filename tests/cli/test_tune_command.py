@@ -263,39 +263,9 @@ def test_check_reports_what_has_changed(tune, folder):
     assert "model: tuned with" not in line
 
 
-def test_a_sweep_chooses_by_the_length_of_each_prompt(tune, folder, stored, tmp_path):
-    """As in decoding: 2 nodes for short prompts and 4 for long ones here; prompts without room are reported."""
-    values = json.loads((folder / "tuning.json").read_text())
-    for case, place in zip(values["cases"], (1, 2), strict=True):
-        case |= {name: case["sizes"][place][name] for name in ("nodes", "choices")}
-    (folder / "tuning.json").write_text(json.dumps(values))
-    file = write_prompts(tmp_path / "texts.jsonl", ["import os\n", "x = [1, 2]\n" * 60, "y = 1\n"])
-    with file.open("a") as more:
-        more.write(json.dumps({"prompt": "z = [3, 4]\n" * 200}) + "\n")  # no text to continue: all of it is asked
-    argv = ["--sweep", "--prompts", file, "--max-new-tokens", "8", "--rounds", "1"]
-    code, out, _ = tune(*argv, "--json")
-    assert code == 0
-    found = json.loads(out)
-    assert (found["texts"], found["left_out"]) == (3, 1)
-    assert [(case["prefix"], case["texts"], case["chosen_nodes"]) for case in found["cases"]] == [
-        (16, 2, 2),
-        (64, 1, 4),
-    ]
-    assert found["behind"] == pytest.approx(
-        1 - found["chosen_tokens_per_second"] / max(tree["tokens_per_second"] for tree in found["trees"])
-    )
-    code, out, _ = tune(*argv)
-    assert code == 0
-    assert "3 texts of up to 8 new tokens, 1 rounds; 1 prompts left out for want of room in the context" in out
-    assert "chosen: 2 nodes for prefix 16, 4 nodes for prefix 64" in out
-    assert re.search(r"what was chosen is number \d of 4, [\d.]+ % (behind|ahead of) the fastest", out)
-
-
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--rounds", "2"], "--rounds needs --sweep"),
-        (["--sweep"], "--sweep needs --prompts"),
         (["--out", "no/such/folder/x.json"], "--out: expected a file in a folder that exists"),
         (["--prefix", "1024"], r"prefix: expected at most \d+ \(the model's context holds 1024 tokens\), got 1024"),
         (["--backend", "graph"], "backend: expected 'auto', 'eager' or 'compiled' on cpu, got 'graph'"),

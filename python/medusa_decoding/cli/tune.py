@@ -5,28 +5,22 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from medusa_decoding.checkpoints import tuning_file, tuning_paths
 from medusa_decoding.checkpoints.tuning_file import WALKED, Case, Conditions, Tuning, fastest
 from medusa_decoding.cli import _arguments
 from medusa_decoding.decode.adaptive.acceptance import CLIFFS
-from medusa_decoding.evaluation import read_prompts
-from medusa_decoding.evaluation.interval import LEVEL, WORDS, Interval
-from medusa_decoding.evaluation.interval import as_text as as_interval
-from medusa_decoding.evaluation.prompts import Prompt
-from medusa_decoding.evaluation.report import in_columns
-from medusa_decoding.files import append_line, only_writer
+from medusa_decoding.evaluation.interval import LEVEL
+from medusa_decoding.files import only_writer
 from medusa_decoding.model import MedusaModel
 from medusa_decoding.progress import Progress
-from medusa_decoding.provenance import LIBRARIES, medusa_command, provenance, versions
+from medusa_decoding.provenance import LIBRARIES, versions
 from medusa_decoding.trees.tree import Tree, most_nodes
 from medusa_decoding.tuning.calibration import Calibration
 from medusa_decoding.tuning.select import best_trees, expected_tokens, load_knowledge, new_case, new_tuning
 from medusa_decoding.tuning.step_timer import longest_prefix, time_steps
-from medusa_decoding.tuning.sweep import compare
 
 PREFIXES, NODES = (128, 1024), (1, 2, 4, 8, 16, 32, 64)
 FEW_TEXTS = 20
@@ -35,32 +29,22 @@ ROUNDS = f"{LEVEL:.0%} interval, percentile bootstrap over rounds; one round tel
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and store, or check, or sweep."""
+    """Measure and store, or check."""
     _arguments.resolve_device(args)
-    for name in ("prompts", "limit", "max_new_tokens", "rounds", "sweep_out"):
-        if getattr(args, name) is not None and not args.sweep:
-            raise ValueError(f"--{name.replace('_', '-')} needs --sweep")
-    if args.sweep and args.prompts is None:
-        raise ValueError("--sweep needs --prompts")
-    if args.sweep and args.calibration is not None:
-        raise ValueError(f"--calibration: expected none with --sweep, which takes stored trees, got {args.calibration}")
     if args.calibration is not None and not args.calibration.is_file():
         raise ValueError(f"--calibration: expected a file that `medusa calibrate` wrote, got {args.calibration}")
-    if args.sweep_out is not None:
-        tuning_paths.check_writable("--sweep-out", args.sweep_out)
     folder = _arguments.heads_folder(args)
     # The file's name depends on the model; whether there is a folder for it is known before it is loaded.
-    if args.out is not None and not (args.check or args.sweep):
+    if args.out is not None and not args.check:
         tuning_paths.check_writable("--out", args.out)
-    elif not (args.check or args.sweep):
+    elif not args.check:
         output = tuning_paths.output_folder(folder)
         output.mkdir(parents=True, exist_ok=True)
         tuning_paths.check_writable("--out", output / tuning_paths.FILE)
-    prompts = read_prompts(args.prompts, limit=args.limit, turns=1, distinct=True) if args.sweep else []
     with _arguments.load_model(args) as model:
         assert model.heads is not None
         conditions = Conditions.current(model.backbone, model.heads, model.backend)
-        if not (args.check or args.sweep):
+        if not args.check:
             file = args.out or tuning_paths.output_file(folder, conditions.runtime)
             with only_writer("--out", file):
                 tune(args, folder, model, conditions, file)
@@ -69,10 +53,7 @@ def run(args: argparse.Namespace) -> int:
             file, tuning = args.out, tuning_file.load_for(args.out, conditions, model.heads)
         else:
             file, tuning = tuning_file.find(folder, conditions, model.heads)
-        if args.sweep:
-            sweep(args, tuning, model, prompts)
-        else:
-            check(args, folder, model, file, tuning)
+        check(args, folder, model, file, tuning)
     return 0
 
 
@@ -118,51 +99,6 @@ def tune(args: argparse.Namespace, folder: Path, model: MedusaModel, conditions:
     print(json.dumps({"file": str(file)} | tuning.to_json()) if args.json else as_text(tuning, stored))
     if not args.json:
         print(f"stored in {file}")
-
-
-def sweep(args: argparse.Namespace, tuning: Tuning, model: MedusaModel, prompts: Sequence[Prompt]) -> None:
-    """Generate with every tree of a tuning, print the rank of the chosen ones, and append a record."""
-    tokenizer = _arguments.load_tokenizer(args)
-    figures = compare(model, tokenizer, tuning, prompts, args.max_new_tokens or 128, args.rounds or 3)
-    if args.sweep_out is not None:
-        record = {
-            "benchmark": "tune_sweep",
-            "model": args.model or "the embedded demo checkpoint",
-            "dtype": tuning.conditions.dtype,
-            "backend": tuning.conditions.backend,
-            "batch": 1,
-            "weighed": tuning.weighed,
-        }
-        append_line(args.sweep_out, record | figures | provenance(medusa_command(), model.backbone.device))
-    print(json.dumps(figures) if args.json else sweep_text(figures))
-
-
-def sweep_text(figures: dict[str, Any]) -> str:
-    """Return a comparison as a table for a terminal."""
-    cases = [
-        f"{one['chosen_nodes']} nodes for prefix {one['prefix']}" + " (undecided)" * one["undecided"]
-        for one in figures["cases"]
-    ]
-    rows = [["", "nodes", "tokens per step", "expected", "tokens per second", "slowest..fastest round"]]
-    for one in figures["trees"]:
-        rates = [f"{one[name]:.1f}" for name in ("tokens_per_second", "slowest_round", "fastest_round")]
-        tokens = [f"{one[name]:.2f}" for name in ("tokens_per_step", "expected_tokens")]
-        rows.append(["*" * one["chosen"], str(one["nodes"]), *tokens, rates[0], "..".join(rates[1:])])
-    lines = [
-        f"{figures['texts']} texts of up to {figures['max_new_tokens']} new tokens, {figures['rounds']} rounds; "
-        f"{figures['left_out']} prompts left out for want of room in the context",
-        f"chosen: {', '.join(cases)}",
-        in_columns(rows),
-        f"what was chosen is number {figures['rank']} of {len(figures['trees'])}, {100 * abs(figures['behind']):.1f} % "
-        f"{'behind' if figures['behind'] >= 0 else 'ahead of'} the fastest ({figures['best_nodes']} nodes)",
-    ]
-    ratio = figures["chosen_over_best"]
-    if figures["behind"] and ratio is not None and ratio["low"] is not None:
-        lines.append(
-            f"rate over that of the fastest: {as_interval(Interval(**ratio))} ({WORDS}). The fastest tree was found on "
-            "the same texts, so a single chosen tree is at most at 1, and below it by chance too"
-        )
-    return "\n".join(lines)
 
 
 def gain_of(case: Case) -> str:
@@ -239,7 +175,7 @@ def as_text(tuning: Tuning, stored: Mapping[str, Tree]) -> str:
     if tuning.weighed == WALKED:
         lines += [
             "expected tokens per step: along the texts that the trees were searched on. They are a little too high,",
-            "  mostly for large trees and few texts (--sweep with other prompts measures it)",
+            "  mostly for large trees and few texts",
         ]
     else:
         lines.append("expected tokens per step: as if heads were right independently")

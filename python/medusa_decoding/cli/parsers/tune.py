@@ -3,8 +3,8 @@
 Steps of the decode loop are timed for each tree size, batch size and prefix length, on the backend in use (captured on
 a GPU). For each size the best tree is taken: searched along the texts of `medusa calibrate` if the checkpoint has them,
 else by the heads' accuracies (the trainer's, or published ones of other heads). A tree looks a little better on the
-texts it was searched on than on others, mostly a large tree on few texts; --sweep with other prompts shows by how much.
-The checkpoint's medusa_tree.json and medusa_tree_sampling.json are timed too, if it has them.
+texts it was searched on than on others, mostly a large tree on few texts. The checkpoint's medusa_tree.json and
+medusa_tree_sampling.json are timed too, if it has them.
 
 The choice is stored in tuning.json next to the heads, or in the user's cache folder (XDG_CACHE_HOME) if the heads are
 part of the package or read-only. It is used only on the same device, with the same model, heads, dtypes and backend;
@@ -13,7 +13,6 @@ cannot tell the fastest tree from plain decoding, nothing is stored.
 
     medusa tune --model HEADS --dtype bfloat16 --device cuda --batch 1,4 --prefix 128,1024
     medusa tune --model HEADS --check
-    medusa tune --model HEADS --sweep --prompts mt_bench.jsonl --limit 3 --sweep-out records.jsonl
 """
 
 from __future__ import annotations
@@ -59,21 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser,
         "--out FILE",
         _arguments.path,
-        "file to write, or to read with --check and --sweep, instead of the heads' tuning.json; loading a model does "
-        "not look there",
+        "file to write, or to read with --check, instead of the heads' tuning.json; loading a model does not look "
+        "there",
     )
-    other = parser.add_mutually_exclusive_group()
-    other.add_argument("--check", action="store_true", help="only check whether the stored choice holds; exit 2 if not")
-    words = "only generate with every stored tree on --prompts, and rank the chosen one among them"
-    other.add_argument("--sweep", action="store_true", help=words)
-    swept = parser.add_argument_group("with --sweep")
-    words = "as for medusa eval; the first turn of each is used"
-    swept.add_argument("--prompts", nargs="+", metavar="FILE", help=words)
-    add_option(swept, "--limit N", at_least_one, "first N prompts per category")
-    add_option(swept, "--max-new-tokens N", at_least_one, "per text (default: 128)")
-    add_option(swept, "--rounds R", at_least_one, "generations per text (default: 3)")
-    words = "append the figures to this file as a JSON line, with machine, versions, commit and command"
-    add_option(swept, "--sweep-out FILE", _arguments.path, words)
+    words = "only check whether the stored choice holds; exit 2 if not"
+    parser.add_argument("--check", action="store_true", help=words)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     # What is stored already must not be loaded with the model.
     parser.set_defaults(tree=Tree([]))

@@ -1,12 +1,15 @@
 """Generate with every tree that `medusa tune` chose among, to see whether the chosen one is the fastest.
 
+    python -m benchmarks.tune_sweep --model HEADS --prompts mt_bench.jsonl --limit 3 --out records.jsonl
+
 Each text is written with every tree, in an order shuffled for each text and round. A tree's rate is its tokens over the
 time of its steps, with the median of the rounds for each text. Prefills are left out, because they are the same for all
-trees.
+trees. `--out` appends a record to a file.
 """
 
 from __future__ import annotations
 
+import argparse
 import random
 import statistics
 from collections import Counter
@@ -16,13 +19,19 @@ from typing import Any
 
 import torch
 
-from medusa_decoding.checkpoints.tuning_file import Tuning
-from medusa_decoding.checks import check_count
+from benchmarks import harness
+from medusa_decoding.checkpoints import tuning_file
+from medusa_decoding.checkpoints.tuning_file import Conditions, Tuning
+from medusa_decoding.cli import _arguments
 from medusa_decoding.decode.runtime.steps import resolve_backend
 from medusa_decoding.evaluation import interval
-from medusa_decoding.evaluation.prompts import Conversations, Prompt
+from medusa_decoding.evaluation.interval import WORDS, Interval
+from medusa_decoding.evaluation.prompts import Conversations, Prompt, read_prompts
+from medusa_decoding.evaluation.report import in_columns
+from medusa_decoding.files import append_line
 from medusa_decoding.model import MedusaModel, MedusaOutput
 from medusa_decoding.progress import Progress
+from medusa_decoding.provenance import machine
 from medusa_decoding.trees.tree import Tree
 
 
@@ -69,13 +78,8 @@ def compare(
 
     The tree chosen for a text is that of the case with the prefix nearest to its prompt's length, as in decoding. For a
     case that the times could not decide, it is the one that seemed the fastest. Prompts without room for the new tokens
-    are left out; of the others, the first turn is used.
-
-    Returns:
-        JSON values: what was compared, `cases`, `trees`, and what `judge` returns.
-
-    Raises:
-        ValueError: no prompt leaves room, or no text has more than one new token.
+    are left out; of the others, the first turn is used. Returns JSON values: what was compared, `cases`, `trees`, and
+    what `judge` returns.
     """
     conversations = Conversations(model, tokenizer)
     asked = [(prompt, conversations.encode(prompt)) for prompt in prompts]
@@ -139,25 +143,12 @@ def sweep(
     warm_all: bool = False,
     on_text: Callable[[], object] = lambda: None,
 ) -> list[Swept]:
-    """Write texts with every tree.
+    """Write texts with every tree, and return one result per tree, in the order of `trees`.
 
-    Args:
-        write: writes the text with this index with a tree.
-        trees: what to compare.
-        texts: number of texts.
-        rounds: how often each text is written with each tree.
-        warm_all: write every text once with each tree before anything counts, instead of the first text only. Needed if
-            steps are made at the first use of a shape.
-        on_text: called after each text that counts, for a progress bar.
-
-    Returns:
-        One result per tree, in the order of `trees`.
-
-    Raises:
-        ValueError: no trees, texts or rounds, or no text with a step.
+    `write` writes the text with this index with a tree. With `warm_all`, every text is written once with each tree
+    before anything counts, instead of the first text only: needed if steps are made at the first use of a shape.
+    `on_text` is called after each text that counts, for a progress bar.
     """
-    for name, value in (("trees", len(trees)), ("texts", texts), ("rounds", rounds)):
-        check_count(name, value)
     for text in range(texts if warm_all else 1):
         for tree in trees:
             write(text, tree)
@@ -208,3 +199,71 @@ def judge(chosen: Sequence[Tree], found: Sequence[Swept]) -> dict[str, Any]:
 
 def _rate(texts: Sequence[tuple[int, float]]) -> float:
     return sum(tokens for tokens, _ in texts) / sum(seconds for _, seconds in texts)
+
+
+def as_text(figures: dict[str, Any]) -> str:
+    """Return a comparison as a table for a terminal."""
+    cases = [
+        f"{one['chosen_nodes']} nodes for prefix {one['prefix']}" + " (undecided)" * one["undecided"]
+        for one in figures["cases"]
+    ]
+    rows = [["", "nodes", "tokens per step", "expected", "tokens per second", "slowest..fastest round"]]
+    for one in figures["trees"]:
+        rates = [f"{one[name]:.1f}" for name in ("tokens_per_second", "slowest_round", "fastest_round")]
+        tokens = [f"{one[name]:.2f}" for name in ("tokens_per_step", "expected_tokens")]
+        rows.append(["*" * one["chosen"], str(one["nodes"]), *tokens, rates[0], "..".join(rates[1:])])
+    lines = [
+        f"{figures['texts']} texts of up to {figures['max_new_tokens']} new tokens, {figures['rounds']} rounds; "
+        f"{figures['left_out']} prompts left out for want of room in the context",
+        f"chosen: {', '.join(cases)}",
+        in_columns(rows),
+        f"what was chosen is number {figures['rank']} of {len(figures['trees'])}, {100 * abs(figures['behind']):.1f} % "
+        f"{'behind' if figures['behind'] >= 0 else 'ahead of'} the fastest ({figures['best_nodes']} nodes)",
+    ]
+    ratio = figures["chosen_over_best"]
+    if figures["behind"] and ratio is not None and ratio["low"] is not None:
+        lines.append(
+            f"rate over that of the fastest: {interval.as_text(Interval(**ratio))} ({WORDS}). The fastest tree was "
+            "found on the same texts, so a single chosen tree is at most at 1, and below it by chance too"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Generate with every tree of a stored tuning, print the rank of the chosen ones, and append a record."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    _arguments.add_model(parser)
+    _arguments.add_backend(parser)
+    _arguments.add_dtypes(parser)
+    words = "as for medusa eval; the first turn of each is used"
+    parser.add_argument("--prompts", nargs="+", required=True, metavar="FILE", help=words)
+    _arguments.add_option(parser, "--limit N", _arguments.at_least_one, "first N prompts per category")
+    _arguments.add_option(parser, "--max-new-tokens N", _arguments.at_least_one, "per text", 128)
+    _arguments.add_option(parser, "--rounds R", _arguments.at_least_one, "generations per text", 3)
+    _arguments.add_option(parser, "--out FILE", _arguments.path, "file to append a record to")
+    parser.set_defaults(tree=Tree([]))  # what is stored must not be loaded with the model
+    args = parser.parse_args(arguments)
+    _arguments.resolve_device(args)
+    prompts = read_prompts(args.prompts, limit=args.limit, turns=1, distinct=True)
+    folder, tokenizer = _arguments.heads_folder(args), _arguments.load_tokenizer(args)
+    with _arguments.load_model(args) as model:
+        assert model.heads is not None
+        conditions = Conditions.current(model.backbone, model.heads, model.backend)
+        _, tuning = tuning_file.find(folder, conditions, model.heads)
+        figures = compare(model, tokenizer, tuning, prompts, args.max_new_tokens, args.rounds)
+        device = model.backbone.device
+    print(as_text(figures))
+    if args.out is not None:
+        record = {
+            "benchmark": "tune_sweep",
+            "model": args.model or "the embedded demo checkpoint",
+            "dtype": tuning.conditions.dtype,
+            "backend": tuning.conditions.backend,
+            "batch": 1,
+            "weighed": tuning.weighed,
+        }
+        append_line(args.out, record | figures | harness.provenance() | {"machine": machine(device)})
+
+
+if __name__ == "__main__":
+    main()
