@@ -263,7 +263,6 @@ def test_ranks_are_those_of_the_sampled_texts(make):
     assert found.texts == ranks
     without = tuple(tuple(walked(base, heads, *text[:2]) for text in of_prompt) for of_prompt in written)
     assert without != ranks, "the noise changes ranks"
-    assert found.made["settings"]["ranked"] == "with the noise of the draws"
     assert [len(of_prompt) for of_prompt in found.texts] == [2, 1, 1, 1]
 
 

@@ -32,8 +32,6 @@ from medusa_decoding.trees.tree import Tree
 
 SAMPLING = ("top_k", "top_p", "min_p")
 """Fields of a model's generation config that, in addition to the temperature, affect sampling."""
-RANKED = "with the noise of the draws"
-"""How heads rank candidates for sampled texts; files of earlier versions, which ranked without it, do not say."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +109,7 @@ class Writer:
             digest.update((json.dumps([ids, prompt.system, prompt.turns, prompt.is_text]) + "\n").encode())
             each.append(_hash(ids if prompt.is_text else prompt.messages, 6))
         device, own = model.backbone.device, model.backbone.causal_lm.generation_config
-        sampling = {"seed": settings.seed, "ranked": RANKED} | {name: getattr(own, name, None) for name in SAMPLING}
+        sampling = {"seed": settings.seed} | {name: getattr(own, name, None) for name in SAMPLING}
         ends, stops = self._chat.ends(self._conversations.eos), self._chat.stop_strings(None)
         return {
             "heads": fingerprint(model.heads),
