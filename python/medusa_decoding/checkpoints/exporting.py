@@ -226,7 +226,7 @@ def export_plain(
     if out.exists():
         raise ValueError(f"folder: expected a new one, got {out}")
     tokenizer = load_tokenizer(name, revision)
-    model = load_model(name, dtype="auto" if dtype is None else dtype, **at(revision))
+    model = load_model(name, None, dtype="auto" if dtype is None else dtype, **at(revision))
     with whole_folder(out) as staging:
         model.save_pretrained(staging)
         tokenizer.save_pretrained(staging)
