@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from medusa_decoding.backbone.backbone import Backbone
+from medusa_decoding.backbone.tensor_parallel import is_sharded
 from medusa_decoding.decode.limits import Limits
 from medusa_decoding.decode.loop import Step, decode_step, plain_step
 from medusa_decoding.decode.runtime.compiled import CompiledStep
@@ -115,9 +116,11 @@ class Steps:
         """
         roots = [self.backbone.causal_lm] + ([self.heads] if self.heads is not None else [])
         modules = [module for root in roots for module in root.modules()]
-        tensors = [t for root in roots for t in (*root.parameters(), *root.buffers())]
+        tensors: list[Any] = [t for root in roots for t in (*root.parameters(), *root.buffers())]
+        places = ((t.to_local() if is_sharded(t) else t).data_ptr() for t in tensors)
+        versions = (0 if t.is_inference() else t._version for t in tensors)
         return (
-            *((id(t), t.data_ptr(), 0 if t.is_inference() else t._version) for t in tensors),
+            *zip(map(id, tensors), places, versions, strict=True),
             *(_module_state(module) for module in modules),
         )
 
