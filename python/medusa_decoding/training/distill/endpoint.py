@@ -32,8 +32,8 @@ ATTEMPTS, LONGEST_PAUSE, LONGEST_TOLD = 10, 60.0, 600.0
 """Attempts of a request, about four minutes in all; most seconds before one, and most of a server's `Retry-After`."""
 FULL = 5
 """Attempts that a 429 counts for at most while other requests are answered: the server's queue is full."""
-SILENCE = 3600.0
-"""Seconds without a byte after which a connection is broken (answers arrive whole)."""
+SILENCE, MOST_BYTES = 3600.0, 2**26
+"""Seconds without a byte after which a connection is broken (answers arrive whole), and most bytes of a response."""
 WATCH = 10.0
 """Seconds between looks at whether a server that owes answers still takes connections."""
 FORMS: tuple[dict[str, Any], ...] = ({"return_token_ids": True}, {"skip_special_tokens": False}, {})
@@ -273,11 +273,11 @@ class _Client:
             pause = min(2.0**attempt, LONGEST_PAUSE)
             attempt += 1
             try:
-                response = await self._watched(url, body)
+                response, content = await self._watched(url, body)
                 if response.status_code != 429 and response.status_code < 500:
                     self._answered += 1
-                    return url, response.status_code, response.content
-                words = response.content[:200].decode("utf-8", "replace")
+                    return url, response.status_code, bytes(content)
+                words = bytes(content[:200]).decode("utf-8", "replace")
                 why, told = f"HTTP {response.status_code}: {words!a}", response.headers.get("Retry-After", "")
                 if told.isascii() and told.isdecimal():
                     pause = max(pause, min(float(told), LONGEST_TOLD))
@@ -291,15 +291,14 @@ class _Client:
                 attempt = min(attempt, FULL)
         raise ValueError(f"{NAME}: expected an answer from {url} in {ATTEMPTS} attempts, got {why}; try --resume")
 
-    async def _watched(self, url: str, body: Mapping[str, Any] | None) -> Any:
-        """Return a response, or raise httpx's `ReadError` if the server takes no connections any more.
+    async def _watched(self, url: str, body: Mapping[str, Any] | None) -> tuple[Any, bytearray]:
+        """Return a response and its content, or raise httpx's `ReadError` if the server takes no connections any more.
 
         vLLM 0.32, told to end, keeps the connections of running requests open and never answers them.
         """
         import httpx
 
-        request = self.http.request("GET" if body is None else "POST", url, json=body)
-        reply, gone = asyncio.ensure_future(request), self._gone[url]
+        reply, gone = asyncio.ensure_future(self._read(url, body)), self._gone[url]
         try:
             while not (await asyncio.wait([reply], timeout=WATCH))[0]:
                 now = time.monotonic()
@@ -317,6 +316,15 @@ class _Client:
         finally:
             reply.cancel()
             await asyncio.wait([reply])
+
+    async def _read(self, url: str, body: Mapping[str, Any] | None) -> tuple[Any, bytearray]:
+        content = bytearray()
+        async with self.http.stream("GET" if body is None else "POST", url, json=body) as response:
+            async for chunk in response.aiter_bytes():
+                content += chunk
+                if len(content) > MOST_BYTES:
+                    raise ValueError(f"{NAME}: expected at most {MOST_BYTES} bytes from {url}, got more")
+        return response, content
 
 
 async def _get(urls: Sequence[str]) -> list[tuple[str, int, bytes]]:
