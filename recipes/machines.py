@@ -25,7 +25,11 @@ MODELS = {
     "mistral-7b": "Mistral-7B-Instruct v0.3",
     "qwen3-8b": "Qwen3-8B",
 }
-MACHINES = {"4090": "one card of 24 GB (RTX 4090)", "A100-80GB": "one A100 of 80 GB", "8 x A100-80GB": "a node of eight"}
+MACHINES = {
+    "4090": "one card of 24 GB (RTX 4090)",
+    "A100-80GB": "one A100 of 80 GB",
+    "8 x A100-80GB": "a node of eight A100",
+}
 WHOLE = {"model.quantization": "none"}
 SHARED = {"heads.shared_projection": "true"}
 SLOWER = {name: machines.parse("4090")[1].rate / machines.parse(name)[1].rate for name in ("3090", "L4")}
