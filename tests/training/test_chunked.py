@@ -156,10 +156,12 @@ def test_fp32_products_by_onednn(monkeypatch):
     assert_equal_gradients(loss, expected, [hidden, *heads.parameters()], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("fast", [False, True])
-def test_bf16_products_on_a_cpu(fast, monkeypatch):
-    """Logits are fp32; with instructions for bfloat16 it is allowed inside their products alone."""
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: fast)
+@pytest.mark.parametrize("has", ["neither", "avx512_bf16", "amx"])
+@pytest.mark.parametrize("learns", [True, False])
+def test_bf16_products_on_a_cpu(has, learns, monkeypatch):
+    """Logits that are measured, and with AMX all, are fp32; bfloat16 is allowed inside their products alone."""
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has != "neither")
+    monkeypatch.setattr(projections, "_amx", lambda: has == "amx")
     monkeypatch.setattr(projections, "_mkl_is_slow", lambda: False)
     settings, seen = torch.backends.mkldnn.matmul, set()
     before = settings.fp32_precision
@@ -171,9 +173,11 @@ def test_bf16_products_on_a_cpu(fast, monkeypatch):
             return func(*args, **(kwargs or {}))
 
     hidden, labels = random_text(dtype=torch.float32)
-    with torch.autocast("cpu", dtype=torch.bfloat16), Products():
+    with torch.autocast("cpu", dtype=torch.bfloat16), Products(), torch.set_grad_enabled(learns):
         medusa_loss(hidden, random_heads(dtype=torch.float32), labels)
-    assert seen == {(torch.float32, "bf16" if fast else before), (torch.bfloat16 if fast else torch.float32, before)}
+    fp32, rounded = (torch.float32, "bf16" if has != "neither" else before), (torch.bfloat16, before)
+    steps = {"neither": {fp32}, "avx512_bf16": {rounded}, "amx": {fp32, rounded}}[has]
+    assert seen == (steps if learns else {fp32})
     assert settings.fp32_precision == before
 
 

@@ -3,9 +3,9 @@
 Rounding: with 16-bit weights the operands of the three products (logits, gradient of the states, gradient of the
 weights) are 16-bit, their sums fp32. The gradient of the logits is rounded to 16 bits before its products while it
 still lies in [-1, 1]; weights and means are factors applied afterwards, in fp32, or on a GPU before the states are
-rounded to bfloat16 for the gradient of the weights. A CPU has no such products: there logits are fp32 products, of
-bfloat16 operands if that is faster. If it has instructions for bfloat16, the results of the other two products are
-rounded to bfloat16, as those of autocast are; otherwise they are fp32 products too.
+rounded to bfloat16 for the gradient of the weights. A CPU has no such products, but with AMX those of logits. With
+other instructions for bfloat16 the results of products are rounded to it, as those of autocast are; logits only in steps,
+where they are measured they are fp32 products. Without such instructions all are.
 """
 
 from __future__ import annotations
@@ -138,8 +138,14 @@ def _rounded_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 @functools.cache
+def _amx() -> bool:
+    """Whether oneDNN multiplies fp32 that is rounded to bfloat16 faster than fp32; with AVX-512 alone it does not."""
+    return torch.cpu._is_amx_tile_supported()
+
+
+@functools.cache
 def _mkl_is_slow() -> bool:
-    """Whether oneDNN multiplies fp32 twice as fast as MKL, which `torch.mm` calls: on AMD's CPUs with AVX-512."""
+    """Whether oneDNN multiplies fp32 faster than MKL, which `torch.mm` calls: on AMD's CPUs with AVX-512."""
     backends, wide = torch.backends, torch.backends.cpu.get_cpu_capability() == "AVX512"
     return wide and "AMD" in cpu_name() and backends.mkl.is_available() and backends.mkldnn.is_available()
 
@@ -181,6 +187,8 @@ class Matrix:
         """Multiply by the matrix; see `Projection`."""
         kind, of_gradients = self._types
         self._states = states if self._at_once else states.to(of_gradients)
+        if wants_gradient and not _amx():
+            kind = of_gradients
         multiply = _product if kind == of_gradients else _rounded_product
         return multiply(states.to(kind), self._matrix(head, kind).t())
 
