@@ -104,7 +104,7 @@ def find_shape(name: str) -> ModelShape:
         raise ValueError(
             f"model: expected one of {', '.join(SHAPES)}, or a folder or hub id with a config, got {name} ({error})"
         ) from error
-    return shape_of(config.get_text_config(), name)
+    return shape_of(config, name)
 
 
 def shape_of(config: Any, name: str) -> ModelShape:

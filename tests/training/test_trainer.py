@@ -733,11 +733,10 @@ def test_heads_that_are_too_large_for_the_optimiser_are_refused_before_data_is_r
 # Started by torchrun and by accelerate, each process in a working folder of its own, as on nodes without a shared disk.
 # On a machine without GPUs the same arguments start processes on the CPU (accelerate's --cpu would start one).
 TORCHRUN = "torch.distributed.run --nnodes 2 --nproc-per-node 1 --rdzv-endpoint 127.0.0.1:{port} --node-rank {rank}"
-ACCELERATE = (
-    "accelerate.commands.launch --mixed_precision no --dynamo_backend no --num_processes 2 --main_process_port {port} "
-)
-COPIES = ACCELERATE + "--multi_gpu --num_machines 2 --main_process_ip 127.0.0.1 --machine_rank {rank}"
-DIVIDED = ACCELERATE + "--use_fsdp --num_machines 1"
+ACCELERATE = "accelerate.commands.launch --mixed_precision no --dynamo_backend no --num_processes 2 "
+PLACE = "--main_process_ip 127.0.0.1 --main_process_port {port} --machine_rank {rank}"
+COPIES = f"{ACCELERATE} --multi_gpu --num_machines 2 {PLACE}"
+DIVIDED = f"{ACCELERATE} --use_fsdp --num_machines 1 --main_process_port 0"
 
 
 def launch(folder, how, *jobs):
@@ -748,15 +747,9 @@ def launch(folder, how, *jobs):
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
-    commands = [
-        [
-            "-m",
-            *how.format(port=port, rank=rank).split(),
-            str(Path(__file__).with_name("several.py")),
-            str(folder / "jobs.json"),
-        ]
-        for rank in range(1 if how is DIVIDED else 2)
-    ]
+    script = [str(Path(__file__).with_name("several.py")), str(folder / "jobs.json")]
+    ranks = range(1 if how is DIVIDED else 2)
+    commands = [["-m", *how.format(port=port, rank=rank).split(), *script] for rank in ranks]
     options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True}
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     running = [subprocess.Popen([sys.executable, *command], env=environment, **options) for command in commands]
@@ -834,7 +827,7 @@ def test_divided_weights_continue_whole_and_back_to_the_same_curve(shop, tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [COPIES, DIVIDED])
 def test_two_processes_train_with_the_settings_of_the_recipes(shop, tmp_path, how):
-    """In bfloat16 rounding differs with the order of sums, and an optimiser makes more of it."""
+    """They run, resume and log nearly the losses of one process: in bfloat16 the order of sums changes rounding."""
     base, data = map(str, shop)
     joint = {"model": {"dtype": "bfloat16", "gradient_checkpointing": True}, "lora": {"dropout": 0.0}}
     trimmed = {"num_layers": 2, "token_map_size": 60, "parent_rank": 4, "root_rank": 5}

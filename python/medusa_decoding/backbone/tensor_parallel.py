@@ -93,8 +93,7 @@ class Peers:
 
         The block must run no collective: the others would wait in it.
 
-        With several processes it is a `MemoryError`, or for anything else a `RuntimeError`, that names the first such
-        process.
+        With several processes a `MemoryError`, or for any other error a `RuntimeError`, names the first such process.
         """
         error: Exception | None = None
         try:

@@ -18,9 +18,9 @@ def run(args: argparse.Namespace) -> int:
     if args.push is None and (args.private or args.yes):
         raise ValueError("--private and --yes need --push OWNER/NAME")
     if args.format == "plain":
-        if args.storage or args.base_model or args.base_revision or args.overwrite:
+        if args.storage or args.base_model or args.base_revision or args.overwrite or args.file != "pt":
             raise ValueError(
-                "--storage, --base-model, --base-revision and --overwrite need a format of heads, got plain"
+                "--storage, --base-model, --base-revision, --file, --overwrite need a format of heads, got plain"
             )
         dtype = torch_dtype(args.dtype) if args.dtype else None
         folder = export_plain(args.model, args.out, dtype=dtype, revision=args.revision)

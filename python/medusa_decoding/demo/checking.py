@@ -62,7 +62,7 @@ def problem(request: Request, answer: str) -> str | None:
         tempfile.TemporaryDirectory() as folder,
         subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", runner], cwd=folder, env=known, start_new_session=True, encoding="utf-8",
-            errors="replace", stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            errors="replace", stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         ) as process,
     ):  # fmt: skip
         try:

@@ -36,7 +36,7 @@ __doc__ = (__doc__ or "") + "".join(f"    {name:<13}{words}\n" for name, words i
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     parser.add_argument("--model", required=True, metavar="HEADS", help="folder or hub id of the heads (or model)")
-    add_option(parser, "--revision REV", str, "branch, tag or commit of the heads on the hub")
+    add_option(parser, "--revision REV", str, "branch, tag or commit of the heads (or model) on the hub")
     parser.add_argument("--out", required=True, type=Path, metavar="FOLDER", help="where to write")
     parser.add_argument("--format", required=True, choices=_FORMATS, help="see above")
     parser.add_argument(

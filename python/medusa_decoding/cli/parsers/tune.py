@@ -24,21 +24,16 @@ from medusa_decoding.cli._arguments import add_option, at_least_one
 from medusa_decoding.trees.tree import Tree
 
 
-def counts(text: str) -> list[int]:
-    """Parse different counts of at least 1, separated by commas, into ascending order."""
-    return sorted({*_arguments.counts(text)})
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the command's arguments."""
     _arguments.add_model(parser)
-    add_option(parser, "--batch B,B", counts, "batch sizes", [1])
+    add_option(parser, "--batch B,B", _arguments.counts, "batch sizes", [1])
     words = "tokens of each row before the step (default: 128,1024, or those that fit the model's context)"
-    add_option(parser, "--prefix T,T", counts, words)
+    add_option(parser, "--prefix T,T", _arguments.counts, words)
     add_option(
         parser,
         "--nodes N,N",
-        counts,
+        _arguments.counts,
         "tree sizes, root included; 1 (plain decoding) is always added (default: 1,2,4,8,16,32,64, or those that the "
         "heads can fill, and 5,6,9 where a library's quantised modules run)",
     )

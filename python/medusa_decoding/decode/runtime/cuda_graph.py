@@ -72,8 +72,8 @@ class Captured:
 class CapturedStep:
     """A step captured once for each state it meets, as a CUDA graph over the state's own tensors.
 
-    Not captured, by their sources, can be layers that read device data on the host: bitsandbytes' in 8 bits unless
-    `llm_int8_threshold=0.0`, and torchao's dynamic int8 up to 0.18.
+    Layers that read device data on the host cannot be captured: by their sources, those of bitsandbytes in 8 bits
+    unless `llm_int8_threshold=0.0`, and of torchao's dynamic int8 up to 0.18.
 
     Args:
         step: the step to capture. It reads nothing back to the host and its shapes depend on no data.

@@ -60,7 +60,9 @@ class StateCache:
         self.dtype = dtype
         self._states = torch.from_file(str(folder / STATES), shared=True, size=count, dtype=dtype).view(shape)
         self._there = torch.from_file(str(folder / THERE), shared=True, size=shape[0], dtype=torch.uint8)
-        self._thread, self._writing = ThreadPoolExecutor(1, "states"), Future[None]()
+        # A thread that touches CUDA would otherwise take memory of the first GPU.
+        own = (torch.cuda.set_device, (processes.device,)) if processes.device.type == "cuda" else (None, ())
+        self._thread, self._writing = ThreadPoolExecutor(1, "states", *own), Future[None]()
         self._writing.set_result(None)
 
     def get(self, rows: Sequence[int], pinned: bool = False) -> Tensor | None:

@@ -402,7 +402,7 @@ class Trainer:
     def save(self) -> None:
         """Write a checkpoint."""
         if self.states is not None:
-            self.states.flush()
+            self.processes.each(self.states.flush)
         best = self.best
         state = dataclasses.asdict(self.at) | {
             "rows": len(self.rows),

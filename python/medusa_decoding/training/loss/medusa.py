@@ -68,10 +68,10 @@ def medusa_loss(
     backbone's at position t + k + 1, if the text's own token is a target too; in a trimmed vocabulary p is renormalised
     over the tokens there. The teacher gets no gradient. Hits and counts stay those of the text's tokens.
 
-    `weights` [K] are lambda_k, and `normaliser` [K] divides each head's sum, by default its count of targets. With
-    `through_backbone` the gradient reaches `hidden` and a shared lm_head (Medusa-2). The logits of `chunk` positions
-    are in memory at a time, by default as many as `CHUNK_ELEMENTS` allows. Accuracies are counted for the top 1 to
-    `top` candidates. Returns a `Loss` with K entries.
+    `weights` [K] are lambda_k, by default 0.8^(k + 1) for k from 0, and `normaliser` [K] divides each head's sum, by
+    default its count of targets. With `through_backbone` the gradient reaches `hidden` and a shared lm_head (Medusa-2).
+    The logits of `chunk` positions are in memory at a time, by default as many as `CHUNK_ELEMENTS` allows. Accuracies
+    are counted for the top 1 to `top` candidates, with 0 for none. Returns a `Loss` with K entries.
     """
     if token_map is None and heads.token_map is not None:
         token_map = heads.token_map.to(labels.device)

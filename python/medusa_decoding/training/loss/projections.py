@@ -4,8 +4,8 @@ Rounding: with 16-bit weights the operands of the three products (logits, gradie
 weights) are 16-bit, their sums fp32. The gradient of the logits is rounded to 16 bits before its products while it
 still lies in [-1, 1]; weights and means are factors applied afterwards, in fp32, or on a GPU before the states are
 rounded to bfloat16 for the gradient of the weights. A CPU has no such products, but with AMX those of logits. With
-other instructions for bfloat16 the results of products are rounded to it, as those of autocast are; logits only in steps,
-where they are measured they are fp32 products. Without such instructions all are.
+other instructions for bfloat16 the results of products are rounded to it, as those of autocast are; those of logits
+only in steps, in measurements they are fp32 products. Without such instructions all are.
 """
 
 from __future__ import annotations
