@@ -186,11 +186,11 @@ class Matrix:
     def logits(self, head: int, rows: slice, states: Tensor, wants_gradient: bool) -> Tensor:
         """Multiply by the matrix; see `Projection`."""
         kind, of_gradients = self._types
-        self._states = states if self._at_once else states.to(of_gradients)
-        if wants_gradient and not _amx():
-            kind = of_gradients
-        multiply = _product if kind == of_gradients else _rounded_product
-        return multiply(states.to(kind), self._matrix(head, kind).t())
+        rounded = states.to(of_gradients)
+        self._states = states if self._at_once else rounded
+        if kind == of_gradients or (wants_gradient and not _amx()):
+            return _product(rounded, self._matrix(head, of_gradients).t())
+        return _rounded_product(states.to(kind), self._matrix(head, kind).t())
 
     def backward(self, head: int, rows: slice, gradient: Tensor, scale: Tensor) -> Tensor:
         """Multiply by the matrix' transpose, and keep what the gradient of the matrix needs; see `Projection`."""
